@@ -1,0 +1,137 @@
+// Exact top-K over stored rows. Included once per instruction set, after its simd_*.h and decode_impl.h.
+//
+// Rows are decoded a block at a time into cache and scored against every query there. A row's score
+// depends on nothing but the row and the query, so equal rows tie exactly and the smaller key wins.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "encode_impl.h"
+
+namespace embedserve {
+namespace {
+
+struct Candidate { float score; int64_t key; int64_t position; };
+
+// Whether `a` ranks before `b`; the heap keeps the worst of the best at its front.
+struct Better {
+  bool operator()(const Candidate& a, const Candidate& b) const {
+    return a.score != b.score ? a.score > b.score : a.key < b.key;
+  }
+};
+
+inline float dot(const float* a, const float* b, int64_t padded) {
+  Block sum = Block::zero();
+  for (int64_t c = 0; c < padded; c += 16) sum = fused(sum, Block::load(a + c), Block::load(b + c));
+  return fold_sum(sum);
+}
+
+inline float squared_distance(const float* a, const float* b, int64_t padded) {
+  Block sum = Block::zero();
+  for (int64_t c = 0; c < padded; c += 16) {
+    const Block difference = Block::load(a + c) - Block::load(b + c);
+    sum = fused(sum, difference, difference);
+  }
+  return fold_sum(sum);
+}
+
+// Decodes a row into `dim` floats padded with zeros.
+template <class Reader>
+inline void decode_padded(const uint8_t* row, float* out, int64_t dim, Block mask) {
+  const Reader reader(row);
+  const int64_t whole = dim / 16 * 16;
+  for (int64_t c = 0; c < whole; c += 16) reader.block(c).store(reinterpret_cast<uint8_t*>(out + c));
+  if (whole < dim) (reader.tail(whole, dim - whole) * mask).store(reinterpret_cast<uint8_t*>(out + whole));
+}
+
+class QueryHeap {
+ public:
+  QueryHeap(int64_t k, const int64_t* excluded, int64_t n_excluded)
+      : k_(size_t(k)), excluded_(excluded), end_(excluded + n_excluded) {}
+
+  void offer(float score, int64_t key, int64_t position) {
+    const Candidate candidate{score, key, position};
+    if (heap_.size() == k_ && !Better()(candidate, heap_.front())) return;
+    if (std::binary_search(excluded_, end_, position, [](int64_t a, int64_t b) { return a < b; })) return;
+    if (heap_.size() == k_) {
+      std::pop_heap(heap_.begin(), heap_.end(), Better());
+      heap_.back() = candidate;
+    } else {
+      heap_.push_back(candidate);
+    }
+    std::push_heap(heap_.begin(), heap_.end(), Better());
+  }
+
+  int64_t finish(int64_t* positions, float* scores) {
+    std::sort_heap(heap_.begin(), heap_.end(), Better());
+    for (size_t i = 0; i < heap_.size(); ++i) { positions[i] = heap_[i].position; scores[i] = heap_[i].score; }
+    return int64_t(heap_.size());
+  }
+
+ private:
+  size_t k_;
+  const int64_t *excluded_, *end_;
+  Scratch<Candidate> heap_;
+};
+
+void topk(const TableView& table, const TopKRequest& request) {
+  constexpr int64_t kBlockRows = 64;
+  const int64_t dim = table.format.dim, padded = (dim + 15) / 16 * 16;
+  float lanes[16];
+  for (int64_t i = 0; i < 16; ++i) lanes[i] = i < 16 - (padded - dim) ? 1.0f : 0.0f;
+  const Block mask = Block::load(lanes);
+
+  Scratch<float> queries(size_t(request.n_queries * padded));
+  Scratch<float> query_norms(static_cast<size_t>(request.n_queries));
+  Scratch<QueryHeap> heaps;
+  for (int64_t q = 0; q < request.n_queries; ++q) {
+    std::copy(request.queries + q * dim, request.queries + (q + 1) * dim, queries.begin() + q * padded);
+    query_norms[size_t(q)] = std::sqrt(dot(&queries[size_t(q * padded)], &queries[size_t(q * padded)], padded));
+    const int64_t begin = request.excluded_spans ? request.excluded_spans[q] : 0;
+    const int64_t end = request.excluded_spans ? request.excluded_spans[q + 1] : 0;
+    heaps.emplace_back(request.k, request.excluded + begin, end - begin);
+  }
+
+  const int64_t n = request.allow ? request.n_allow : table.n_rows;
+  const auto position_at = [&](int64_t i) { return request.allow ? request.allow[i] : i; };
+  Scratch<float> rows(size_t(kBlockRows * padded));
+  float norms[kBlockRows];
+  with_reader(table.format, [&]<class Reader>() {
+    for (int64_t begin = 0; begin < n; begin += kBlockRows) {
+      const int64_t count = std::min(kBlockRows, n - begin);
+      for (int64_t i = 0; i < count; ++i) {
+        float* row = &rows[size_t(i * padded)];
+        decode_padded<Reader>(table.rows + position_at(begin + i) * table.stride, row, dim, mask);
+        if (request.metric == Metric::kCosine) norms[i] = std::sqrt(dot(row, row, padded));
+      }
+      for (int64_t q = 0; q < request.n_queries; ++q) {
+        const float* query = &queries[size_t(q * padded)];
+        for (int64_t i = 0; i < count; ++i) {
+          const float* row = &rows[size_t(i * padded)];
+          float score;
+          if (request.metric == Metric::kL2) {
+            score = -squared_distance(query, row, padded);
+          } else {
+            score = dot(query, row, padded);
+            if (request.metric == Metric::kCosine) {
+              const float norm = query_norms[size_t(q)] * norms[i];
+              score = norm > 0 ? score / norm : 0.0f;  // a zero vector is similar to nothing
+            }
+          }
+          if (request.has_min_score && !(score >= request.min_score)) continue;
+          const int64_t position = position_at(begin + i);
+          heaps[size_t(q)].offer(score, request.keys ? request.keys[position] : position, position);
+        }
+      }
+    }
+    return 0;
+  });
+  for (int64_t q = 0; q < request.n_queries; ++q) {
+    request.counts[q] = heaps[size_t(q)].finish(request.positions + q * request.k, request.scores + q * request.k);
+  }
+}
+
+}  // namespace
+}  // namespace embedserve
