@@ -16,28 +16,10 @@
 namespace embedserve {
 namespace {
 
+constexpr int64_t kTogether = 16;  // rows encoded step by step together
 constexpr int kSearchBins = 200;
 constexpr int kSearchSteps = 32;
 constexpr float kPercentileTail = 0.001f;  // clipped at each end by `percentile`: 99.9 %
-
-inline float fold_sum(Block b) {
-  float v[16];
-  b.store(reinterpret_cast<uint8_t*>(v));
-  for (int half = 8; half; half /= 2) for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
-}
-inline float fold_min(Block b) {
-  float v[16];
-  b.store(reinterpret_cast<uint8_t*>(v));
-  for (int half = 8; half; half /= 2) for (int i = 0; i < half; ++i) v[i] = v[i] < v[i + half] ? v[i] : v[i + half];
-  return v[0];
-}
-inline float fold_max(Block b) {
-  float v[16];
-  b.store(reinterpret_cast<uint8_t*>(v));
-  for (int half = 8; half; half /= 2) for (int i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
-  return v[0];
-}
 
 struct Range { float lo, hi; };
 struct Params { float scale, bias; };
@@ -100,7 +82,7 @@ struct RowEncoder {
       if (c + 16 > row.dim) error = error * row.mask;
       total = total + error * error;
     }
-    return fold_sum(total);
+    return total.sum();
   }
 
   Range search(const SourceRow& row, Range range) const {
@@ -160,6 +142,10 @@ struct RowEncoder {
     const Block bias = Block::set1(p.bias), inv = Block::set1(inverse(p.scale));
     for (int64_t c = 0; c < row.padded; c += 16) {
       const int64_t n = std::min<int64_t>(16, row.dim - c);
+      if (format.type == RowType::kInt8 && n == 16) {
+        codes(row.at(c), bias, inv).store_u8(at + c);
+        continue;
+      }
       uint8_t bytes[16];
       codes(row.at(c), bias, inv).store_u8(bytes);
       if (format.type == RowType::kInt8) {
@@ -191,89 +177,119 @@ inline float largest_value(const RowFormat& format) {
   }
 }
 
-// Error of the stored row against its source, and the decoded values' sum by column.
-template <class Reader>
-inline void measure_row(const SourceRow& row, const uint8_t* stored, Scratch<float>& sums, EncodeReport& report) {
-  const Reader reader(stored);
-  Block squared = Block::zero(), worst = Block::zero(), dot = Block::zero(), norm_x = Block::zero(), norm_y = Block::zero();
-  for (int64_t c = 0; c < row.padded; c += 16) {
-    const bool last = c + 16 > row.dim;
-    const Block x = row.at(c);
-    Block y = last ? reader.tail(c, row.dim - c) * row.mask : reader.block(c);
-    const Block error = y - x;
-    squared = fused(squared, error, error);
-    worst = max(worst, abs(error));
-    dot = fused(dot, x, y);
-    norm_x = fused(norm_x, x, x);
-    norm_y = fused(norm_y, y, y);
-    (Block::load(&sums[size_t(c)]) + y).store(reinterpret_cast<uint8_t*>(&sums[size_t(c)]));
+// Error of stored rows against their source, and the decoded values' sums by column.
+class Measure {
+ public:
+  Measure(int64_t dim, EncodeReport& report) : report_(report), dim_(dim), sums_(size_t((dim + 15) / 16 * 16)) {}
+
+  template <class Reader>
+  void add(const SourceRow& row, const uint8_t* stored) {
+    const Reader reader(stored);
+    Block dot = Block::zero(), norm_x = Block::zero(), norm_y = Block::zero();
+    for (int64_t c = 0; c < row.padded; c += 16) {
+      const Block x = row.at(c);
+      const Block y = c + 16 > row.dim ? reader.tail(c, row.dim - c) * row.mask : reader.block(c);
+      const Block error = y - x;
+      squared_ = fused(squared_, error, error);
+      worst_ = max(worst_, abs(error));
+      dot = fused(dot, x, y);
+      norm_x = fused(norm_x, x, x);
+      norm_y = fused(norm_y, y, y);
+      float* sum = &sums_[size_t(c)];
+      (Block::load(sum) + y).store(reinterpret_cast<uint8_t*>(sum));
+    }
+    const double xx = double(norm_x.sum()), yy = double(norm_y.sum());
+    report_.sum_cosine += xx > 0 && yy > 0 ? double(dot.sum()) / std::sqrt(xx * yy) : (xx == yy ? 1.0 : 0.0);
+    if (++rows_ % 256 == 0) flush();
   }
-  report.squared_error += double(fold_sum(squared));
-  report.max_error = std::max(report.max_error, fold_max(worst));
-  const double xx = double(fold_sum(norm_x)), yy = double(fold_sum(norm_y));
-  report.sum_cosine += xx > 0 && yy > 0 ? std::min(1.0, double(fold_sum(dot)) / std::sqrt(xx * yy)) : (xx == yy ? 1.0 : 0.0);
+
+  // FP32 sums go into FP64 ones often enough that nothing is lost.
+  void flush() {
+    for (int64_t c = 0; c < dim_; ++c) report_.column_sums[c] += double(sums_[size_t(c)]);
+    std::memset(sums_.data(), 0, sums_.size() * 4);
+    report_.squared_error += double(squared_.sum());
+    report_.max_error = std::max(report_.max_error, worst_.largest());
+    squared_ = worst_ = Block::zero();
+  }
+
+ private:
+  EncodeReport& report_;
+  int64_t dim_, rows_ = 0;
+  Scratch<float> sums_;
+  Block squared_ = Block::zero(), worst_ = Block::zero();
+};
+
+// Smallest and largest value of a row; false if one is not finite or is larger in magnitude than `limit`.
+inline bool find_range(const SourceRow& row, float limit, Range& range) {
+  const float first = row.values[0];
+  Block least = Block::set1(first), most = least, poison = Block::zero();
+  // Padding must be neither the smallest nor the largest: it reads as the row's first value.
+  const Block padding = (Block::set1(1.0f) - row.mask) * Block::set1(std::fabs(first) <= limit ? first : 0.0f);
+  for (int64_t c = 0; c < row.padded; c += 16) {
+    __builtin_prefetch(row.values + c + kTogether * row.dim);
+    const Block x = c + 16 > row.dim ? row.at(c) + padding : row.at(c);
+    poison = poison + x * Block::zero();  // NaN where x is not finite
+    least = min(least, x);
+    most = max(most, x);
+  }
+  range = {least.smallest(), most.largest()};
+  return poison.sum() == 0.0f && std::max(std::fabs(range.lo), std::fabs(range.hi)) <= limit;
 }
 
+// Rows are encoded a few at a time, step by step: within a row each step waits for the one before, so the
+// processor is kept busy by the other rows.
 void encode(const EncodeRequest& request, EncodeReport& report) {
   const RowFormat& format = request.format;
   const int64_t dim = format.dim, padded = (dim + 15) / 16 * 16, stride = format.stride();
+  const int64_t padding = stride - format.header_bytes() - format.code_bytes();
   RowEncoder encoder(request);
-  Scratch<float> copy(dim % 16 ? size_t(padded) : 0), sums(static_cast<size_t>(padded));
-  float lanes[16] = {};
+  Scratch<float> copies(dim % 16 ? size_t(padded * kTogether) : 0);
+  Measure measure(dim, report);
+  float lanes[16];
   for (int64_t i = 0; i < 16; ++i) lanes[i] = i < 16 - (padded - dim) ? 1.0f : 0.0f;
   const Block mask = Block::load(lanes);
   const float limit = largest_value(format);
-  const auto flush = [&] {
-    for (int64_t c = 0; c < dim; ++c) report.column_sums[c] += double(sums[size_t(c)]);
-    std::fill(sums.begin(), sums.end(), 0.0f);
-  };
 
-  for (int64_t i = 0; i < request.n; ++i) {
-    const float* values = request.values + i * dim;
-    if (dim % 16) {
-      std::copy(values, values + dim, copy.begin());
-      values = copy.data();
-    }
-    const SourceRow row{values, dim, padded, mask};
-    Block least = Block::set1(values[0]), most = least, poison = Block::zero();
-    for (int64_t c = 0; c < padded; c += 16) {
-      const Block x = row.at(c);
-      poison = poison + x * Block::zero();  // NaN where x is not finite
-      if (c + 16 > dim) {
-        // Padding must not be the smallest or largest: put the row's first value there.
-        const Block real = x + (Block::set1(1.0f) - mask) * Block::set1(std::isfinite(values[0]) ? values[0] : 0.0f);
-        least = min(least, real);
-        most = max(most, real);
-      } else {
-        least = min(least, x);
-        most = max(most, x);
+  for (int64_t begin = 0; begin < request.n; begin += kTogether) {
+    int64_t count = std::min(kTogether, request.n - begin);
+    SourceRow rows[kTogether];
+    Range ranges[kTogether];
+    Params params[kTogether];
+    for (int64_t i = 0; i < count; ++i) {
+      const float* values = request.values + (begin + i) * dim;
+      if (dim % 16) {
+        float* copy = &copies[size_t(i * padded)];
+        std::memcpy(copy, values, size_t(4 * dim));
+        values = copy;
       }
-    }
-    const Range range = {fold_min(least), fold_max(most)};
-    const float max_abs = std::max(std::fabs(range.lo), std::fabs(range.hi));
-    if (!(fold_sum(poison) == 0.0f) || !(max_abs <= limit)) {
-      report.bad_row = i;
+      rows[i] = {values, dim, padded, mask};
+      if (find_range(rows[i], limit, ranges[i])) continue;
+      report.bad_row = begin + i;
       for (int64_t c = dim - 1; c >= 0; --c) if (!(std::fabs(values[c]) <= limit)) report.bad_column = c;
-      return;
+      count = i;
     }
-    report.max_abs = std::max(report.max_abs, max_abs);
-    uint8_t* out = request.out + i * stride;
-    if (format.is_integer()) {
-      const Range calibrated = encoder.calibrate(row, range);
-      const Params params = encoder.params(calibrated);
-      if (!format.wide && encoder.lossy(calibrated, params)) {
-        report.needs_wide_row = i;
-        return;
+    for (int64_t i = 0; i < count && format.is_integer(); ++i) {
+      const Range calibrated = encoder.calibrate(rows[i], ranges[i]);
+      params[i] = encoder.params(calibrated);
+      if (!format.wide && encoder.lossy(calibrated, params[i])) {
+        report.needs_wide_row = begin + i;
+        report.bad_row = report.bad_column = -1;
+        count = i;
       }
-      encoder.write(row, params, out);
-    } else {
-      write_float_row(format, values, out);
     }
-    for (int64_t b = format.header_bytes() + format.code_bytes(); b < stride; ++b) out[b] = 0;
-    with_reader(format, [&]<class Reader>() { measure_row<Reader>(row, out, sums, report); });
-    if (i % 256 == 255) flush();
+    uint8_t* out = request.out + begin * stride;
+    for (int64_t i = 0; i < count; ++i) {
+      if (format.is_integer()) encoder.write(rows[i], params[i], out + i * stride);
+      else write_float_row(format, rows[i].values, out + i * stride);
+      std::memset(out + (i + 1) * stride - padding, 0, size_t(padding));
+      report.max_abs = std::max(report.max_abs, std::max(std::fabs(ranges[i].lo), std::fabs(ranges[i].hi)));
+    }
+    with_reader(format, [&]<class Reader>() {
+      for (int64_t i = 0; i < count; ++i) measure.add<Reader>(rows[i], out + i * stride);
+    });
+    if (report.bad_row >= 0 || report.needs_wide_row >= 0) break;
   }
-  flush();
+  measure.flush();
 }
 
 }  // namespace

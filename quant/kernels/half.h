@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 namespace embedserve {
 
 static inline uint32_t bits_of(float value) {
@@ -20,6 +24,9 @@ static inline float float_of(uint32_t bits) {
 }
 
 static inline float half_to_float(uint16_t half) {
+#if defined(__F16C__)
+  return _cvtsh_ss(half);
+#else
   const uint32_t sign = uint32_t(half & 0x8000u) << 16;
   const uint32_t exponent = (half >> 10) & 0x1f;
   const uint32_t mantissa = half & 0x3ffu;
@@ -30,9 +37,13 @@ static inline float half_to_float(uint16_t half) {
   }
   if (exponent == 31) return float_of(sign | 0x7f800000u | (mantissa << 13));
   return float_of(sign | ((exponent + 112) << 23) | (mantissa << 13));
+#endif
 }
 
 static inline uint16_t float_to_half(float value) {
+#if defined(__F16C__)
+  return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+#else
   const uint32_t bits = bits_of(value);
   const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -45,6 +56,7 @@ static inline uint16_t float_to_half(float value) {
   }
   const uint32_t odd = (magnitude >> 13) & 1u;
   return uint16_t(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
+#endif
 }
 
 static inline float round_to_half(float value) { return half_to_float(float_to_half(value)); }

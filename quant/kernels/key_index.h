@@ -50,7 +50,7 @@ class KeyIndex {
 
   explicit operator bool() const { return buckets_ != nullptr; }
   uint64_t home(int64_t key) const { return home_of(key, seed_, n_home_); }
-  void prefetch(uint64_t bucket) const { __builtin_prefetch(buckets_ + bucket); }
+  [[gnu::always_inline]] void prefetch(uint64_t bucket) const { __builtin_prefetch(buckets_ + bucket); }
 
   // The position of `key`, or -1. The file is untrusted: counts and positions are bounded here.
   int64_t find(int64_t key, uint64_t home) const {

@@ -25,7 +25,7 @@ struct Better {
 inline float dot(const float* a, const float* b, int64_t padded) {
   Block sum = Block::zero();
   for (int64_t c = 0; c < padded; c += 16) sum = fused(sum, Block::load(a + c), Block::load(b + c));
-  return fold_sum(sum);
+  return sum.sum();
 }
 
 inline float squared_distance(const float* a, const float* b, int64_t padded) {
@@ -34,7 +34,7 @@ inline float squared_distance(const float* a, const float* b, int64_t padded) {
     const Block difference = Block::load(a + c) - Block::load(b + c);
     sum = fused(sum, difference, difference);
   }
-  return fold_sum(sum);
+  return sum.sum();
 }
 
 // Decodes a row into `dim` floats padded with zeros.

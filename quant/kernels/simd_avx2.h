@@ -70,6 +70,26 @@ struct Block {
     return {_mm256_round_ps(lo, kMode), _mm256_round_ps(hi, kMode)};
   }
 
+  // Folds the lanes in halves (8, 4, 2, 1): the order of a sum is fixed, so its bits are too.
+  float sum() const {
+    const __m256 eight = _mm256_add_ps(lo, hi);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  float smallest() const {
+    const __m256 eight = _mm256_min_ps(lo, hi);
+    const __m128 four = _mm_min_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_min_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_min_ss(two, _mm_movehdup_ps(two)));
+  }
+  float largest() const {
+    const __m256 eight = _mm256_max_ps(lo, hi);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
   friend Block operator+(Block a, Block b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
   friend Block operator-(Block a, Block b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
   friend Block operator*(Block a, Block b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }

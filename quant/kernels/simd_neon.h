@@ -59,6 +59,23 @@ struct Block {
   }
   Block round() const { Block b; for (int i = 0; i < 4; ++i) b.q[i] = vrndnq_f32(q[i]); return b; }
 
+  // Folds the lanes in halves (8, 4, 2, 1): the order of a sum is fixed, so its bits are too.
+  float sum() const {
+    const float32x4_t four = vaddq_f32(vaddq_f32(q[0], q[2]), vaddq_f32(q[1], q[3]));
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+  }
+  float smallest() const {
+    const float32x4_t four = vminq_f32(vminq_f32(q[0], q[2]), vminq_f32(q[1], q[3]));
+    const float32x2_t two = vmin_f32(vget_low_f32(four), vget_high_f32(four));
+    return vminv_f32(two);
+  }
+  float largest() const {
+    const float32x4_t four = vmaxq_f32(vmaxq_f32(q[0], q[2]), vmaxq_f32(q[1], q[3]));
+    const float32x2_t two = vmax_f32(vget_low_f32(four), vget_high_f32(four));
+    return vmaxv_f32(two);
+  }
+
   friend Block operator+(Block a, Block b) { for (int i = 0; i < 4; ++i) a.q[i] = vaddq_f32(a.q[i], b.q[i]); return a; }
   friend Block operator-(Block a, Block b) { for (int i = 0; i < 4; ++i) a.q[i] = vsubq_f32(a.q[i], b.q[i]); return a; }
   friend Block operator*(Block a, Block b) { for (int i = 0; i < 4; ++i) a.q[i] = vmulq_f32(a.q[i], b.q[i]); return a; }

@@ -50,6 +50,11 @@ struct Block {
 
   Block round() const { Block b; for (int i = 0; i < 16; ++i) b.v[i] = round_even(v[i]); return b; }
 
+  // Folds the lanes in halves (8, 4, 2, 1): the order of a sum is fixed, so its bits are too.
+  float sum() const { return folded([](float a, float b) { return a + b; }); }
+  float smallest() const { return folded([](float a, float b) { return a < b ? a : b; }); }
+  float largest() const { return folded([](float a, float b) { return a > b ? a : b; }); }
+
   friend Block operator+(Block a, Block b) { for (int i = 0; i < 16; ++i) a.v[i] += b.v[i]; return a; }
   friend Block operator-(Block a, Block b) { for (int i = 0; i < 16; ++i) a.v[i] -= b.v[i]; return a; }
   friend Block operator*(Block a, Block b) { for (int i = 0; i < 16; ++i) a.v[i] *= b.v[i]; return a; }
@@ -60,8 +65,14 @@ struct Block {
   friend Block fused(Block a, Block b, Block c) { for (int i = 0; i < 16; ++i) a.v[i] += b.v[i] * c.v[i]; return a; }
 
  private:
+  template <class Op>
+  float folded(Op op) const {
+    Block b = *this;
+    for (int half = 8; half; half /= 2) for (int i = 0; i < half; ++i) b.v[i] = op(b.v[i], b.v[i + half]);
+    return b.v[0];
+  }
   // Adding and taking away 1.5 * 2^23 leaves the nearest integer, ties to even, for |x| < 2^22.
-  static float round_even(float x) { const float magic = 12582912.0f; volatile float y = x + magic; return y - magic; }
+  static float round_even(float x) { const float magic = 12582912.0f; return (x + magic) - magic; }
 };
 
 }  // namespace
