@@ -1,0 +1,169 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Output(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FLOAT32: _ClassVar[Output]
+    FLOAT16: _ClassVar[Output]
+    BFLOAT16: _ClassVar[Output]
+    QUANTIZED: _ClassVar[Output]
+FLOAT32: Output
+FLOAT16: Output
+BFLOAT16: Output
+QUANTIZED: Output
+
+class LookupRequest(_message.Message):
+    __slots__ = ("table", "ids", "version", "output", "pooling", "offsets", "weights", "on_missing", "on_unavailable")
+    class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[LookupRequest.Pooling]
+        SUM: _ClassVar[LookupRequest.Pooling]
+        MEAN: _ClassVar[LookupRequest.Pooling]
+    NONE: LookupRequest.Pooling
+    SUM: LookupRequest.Pooling
+    MEAN: LookupRequest.Pooling
+    class OnMissing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ZERO: _ClassVar[LookupRequest.OnMissing]
+        DEFAULT: _ClassVar[LookupRequest.OnMissing]
+        ERROR: _ClassVar[LookupRequest.OnMissing]
+    ZERO: LookupRequest.OnMissing
+    DEFAULT: LookupRequest.OnMissing
+    ERROR: LookupRequest.OnMissing
+    class OnUnavailable(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DEFAULT_ROWS: _ClassVar[LookupRequest.OnUnavailable]
+        FAIL: _ClassVar[LookupRequest.OnUnavailable]
+    DEFAULT_ROWS: LookupRequest.OnUnavailable
+    FAIL: LookupRequest.OnUnavailable
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ON_MISSING_FIELD_NUMBER: _ClassVar[int]
+    ON_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    version: str
+    output: Output
+    pooling: LookupRequest.Pooling
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    on_missing: LookupRequest.OnMissing
+    on_unavailable: LookupRequest.OnUnavailable
+    def __init__(self, table: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., output: _Optional[_Union[Output, str]] = ..., pooling: _Optional[_Union[LookupRequest.Pooling, str]] = ..., offsets: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., on_missing: _Optional[_Union[LookupRequest.OnMissing, str]] = ..., on_unavailable: _Optional[_Union[LookupRequest.OnUnavailable, str]] = ...) -> None: ...
+
+class TierCounts(_message.Message):
+    __slots__ = ("gpu", "ram", "disk", "redis")
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    RAM_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    REDIS_FIELD_NUMBER: _ClassVar[int]
+    gpu: int
+    ram: int
+    disk: int
+    redis: int
+    def __init__(self, gpu: _Optional[int] = ..., ram: _Optional[int] = ..., disk: _Optional[int] = ..., redis: _Optional[int] = ...) -> None: ...
+
+class LookupResponse(_message.Message):
+    __slots__ = ("version", "dim", "values", "raw", "missing", "tiers", "degraded", "degraded_positions")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    dim: int
+    values: _containers.RepeatedScalarFieldContainer[float]
+    raw: bytes
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    tiers: TierCounts
+    degraded: bool
+    degraded_positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[str] = ..., dim: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ..., raw: _Optional[bytes] = ..., missing: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Union[TierCounts, _Mapping]] = ..., degraded: _Optional[bool] = ..., degraded_positions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LookupBatchRequest(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[LookupRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[LookupRequest, _Mapping]]] = ...) -> None: ...
+
+class LookupBatchResponse(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[LookupResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ...) -> None: ...
+
+class IdList(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SearchParams(_message.Message):
+    __slots__ = ("nprobe", "ef_search", "oversample")
+    NPROBE_FIELD_NUMBER: _ClassVar[int]
+    EF_SEARCH_FIELD_NUMBER: _ClassVar[int]
+    OVERSAMPLE_FIELD_NUMBER: _ClassVar[int]
+    nprobe: int
+    ef_search: int
+    oversample: int
+    def __init__(self, nprobe: _Optional[int] = ..., ef_search: _Optional[int] = ..., oversample: _Optional[int] = ...) -> None: ...
+
+class TopKRequest(_message.Message):
+    __slots__ = ("table", "vectors", "query_ids", "query_table", "k", "exclude", "exclude_each", "allow", "min_score", "exact", "params", "version", "include_vectors")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_IDS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TABLE_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_EACH_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_FIELD_NUMBER: _ClassVar[int]
+    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_VECTORS_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    vectors: _containers.RepeatedScalarFieldContainer[float]
+    query_ids: _containers.RepeatedScalarFieldContainer[int]
+    query_table: str
+    k: int
+    exclude: _containers.RepeatedScalarFieldContainer[int]
+    exclude_each: _containers.RepeatedCompositeFieldContainer[IdList]
+    allow: _containers.RepeatedScalarFieldContainer[int]
+    min_score: float
+    exact: bool
+    params: SearchParams
+    version: str
+    include_vectors: Output
+    def __init__(self, table: _Optional[str] = ..., vectors: _Optional[_Iterable[float]] = ..., query_ids: _Optional[_Iterable[int]] = ..., query_table: _Optional[str] = ..., k: _Optional[int] = ..., exclude: _Optional[_Iterable[int]] = ..., exclude_each: _Optional[_Iterable[_Union[IdList, _Mapping]]] = ..., allow: _Optional[_Iterable[int]] = ..., min_score: _Optional[float] = ..., exact: _Optional[bool] = ..., params: _Optional[_Union[SearchParams, _Mapping]] = ..., version: _Optional[str] = ..., include_vectors: _Optional[_Union[Output, str]] = ...) -> None: ...
+
+class TopKResponse(_message.Message):
+    __slots__ = ("version", "ids", "scores", "counts", "vectors", "missing_queries")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    vectors: bytes
+    missing_queries: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., vectors: _Optional[bytes] = ..., missing_queries: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,263 @@
+"""The calls of EmbeddingService, from request bytes to response bytes; knows no transport.
+
+Each call checks everything it was sent before it does anything, and raises an EmbedserveError that says
+which field, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embedserve.index import Filter, exact_topk
+from embedserve.proto import wire_pb2
+from embedserve.quant import Output
+from embedserve.quant.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from embedserve.server import wire
+from embedserve.server.config import ServerConfig
+from embedserve.server.engine import Engine, ServedVersion
+
+NONE, SUM, MEAN = 0, 1, 2
+ZERO, DEFAULT, ERROR = 0, 1, 2
+VALUES_FIELD, RAW_FIELD = 3, 4
+HEADROOM_BYTES = 256  # of a response, besides its arrays
+MISSING_IDS_NAMED = 10
+
+
+class Service:
+    """Answers requests from an engine's tables within a configuration's limits. Safe for concurrent use."""
+
+    def __init__(self, engine: Engine, limits: ServerConfig) -> None:
+        self._engine = engine
+        self._limits = limits
+
+    def lookup(self, data: bytes) -> tuple[bytes, int]:
+        """LookupRequest to LookupResponse; also the number of ids asked for."""
+        request = wire.parse(wire_pb2.LookupRequest, data)
+        return self._lookup(request, self._limits.max_response_bytes), sum(map(len, request.ids)) // 8
+
+    def lookup_batch(self, data: bytes) -> tuple[bytes, int]:
+        """LookupBatchRequest to LookupBatchResponse; also the number of ids asked for."""
+        batch = wire.parse(wire_pb2.LookupBatchRequest, data)
+        room = self._limits.max_response_bytes
+        parts, n_ids = [], 0
+        for i, request in enumerate(batch.requests):
+            n_ids += sum(map(len, request.ids)) // 8
+            if n_ids > self._limits.max_ids:
+                raise self._too_many("requests.ids", n_ids, "max_ids", self._limits.max_ids)
+            try:
+                answer = self._lookup(request, room)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"requests[{i}].{error.field}", error.description) from None
+            except (NotFound, FailedPrecondition) as error:
+                raise type(error)(f"requests[{i}]: {error}") from None
+            parts += [wire.bytes_field_head(1, len(answer)), answer]
+            room -= len(answer) + 8
+        return b"".join(parts), n_ids
+
+    def _lookup(self, request: Any, max_bytes: int) -> bytes:
+        version = self._engine.resolve(request.table, request.version)
+        ids = wire.joined(request.ids, 8, "ids")
+        n = len(ids) // 8
+        output = _output(request.output, "output", version)
+        _check_enum(request.on_missing, ("ZERO", "DEFAULT", "ERROR"), "on_missing")
+        _check_enum(request.on_unavailable, ("DEFAULT_ROWS", "FAIL"), "on_unavailable")
+        _check_enum(request.pooling, ("NONE", "SUM", "MEAN"), "pooling")
+        if n > self._limits.max_ids:
+            raise self._too_many("ids", n, "max_ids", self._limits.max_ids)
+        offsets = wire.joined(request.offsets, 4, "offsets")
+        weights = wire.joined(request.weights, 4, "weights")
+        if request.pooling == NONE:
+            if offsets or weights:
+                raise InvalidArgument("offsets" if offsets else "weights", "only with pooling SUM or MEAN")
+            rows = n
+        else:
+            rows = len(offsets) // 4
+            _check_bags(n, offsets, weights, request.pooling, output)
+        payload = rows * version.table.row_bytes(output)
+        # Besides the rows, an answer lists at most every id as missing.
+        if payload + HEADROOM_BYTES > max_bytes:
+            raise self._too_long(payload, output)
+        field = wire.bytes_field_head(VALUES_FIELD if output is Output.FLOAT32 else RAW_FIELD, payload)
+        head = _lookup_head(version, n, b"") + field
+        if request.pooling == NONE:
+            fill = version.default_rows[output] if request.on_missing == DEFAULT else None
+            message, missing = version.table.gather_message(ids, output, fill, head)
+            if missing and request.on_missing == DEFAULT and fill is None:
+                raise FailedPrecondition(f"the default row of {request.table!r} does not fit its row type; ask for another output")
+        else:
+            fill = version.default_rows[Output.FLOAT32] if request.on_missing == DEFAULT else None
+            message, missing = version.table.pool_message(
+                ids, offsets, weights or None, request.pooling == MEAN, output, fill, head
+            )
+        if not missing:
+            return message
+        if request.on_missing == ERROR:
+            raise _ids_not_found(request.table, ids, missing)
+        answer = b"".join((_lookup_head(version, n, missing), field, memoryview(message)[len(head) :]))
+        if len(answer) > max_bytes:
+            raise self._too_long(len(answer), output)
+        return answer
+
+    def topk(self, data: bytes) -> tuple[bytes, int]:
+        """TopKRequest to TopKResponse; also the number of queries."""
+        request = wire.parse(wire_pb2.TopKRequest, data)
+        version = self._engine.resolve(request.table, request.version)
+        output = _output(request.include_vectors, "include_vectors", version) if request.HasField("include_vectors") else None
+        if not 1 <= request.k <= self._limits.max_k:
+            raise InvalidArgument("k", f"{request.k}; allowed are 1 to {self._limits.max_k} (max_k)")
+        queries, missing = self._queries(request, version)
+        n = len(queries)
+        if n > self._limits.max_queries:
+            raise self._too_many("queries", n, "max_queries", self._limits.max_queries)
+        if request.HasField("min_score") and not np.isfinite(request.min_score):
+            raise InvalidArgument("min_score", f"{request.min_score}; must be finite")
+        item = 12 + (version.table.row_bytes(output) if output is not None else 0)
+        longest = n * min(request.k, version.manifest.rows) * item
+        if longest + HEADROOM_BYTES > self._limits.max_response_bytes:
+            raise ResourceExhausted(
+                f"an answer of {longest:,} bytes would pass max_response_bytes ({self._limits.max_response_bytes:,}); "
+                "ask for fewer queries, a smaller k or no vectors, or raise it and the client's receive limit"
+            )
+        chosen = self._filter(request, version, n)
+        positions, scores, counts = exact_topk(
+            version.table, version.artifact.keys, version.manifest.metric, queries, request.k, chosen
+        )
+        counts[missing] = 0
+        real = np.arange(positions.shape[1])[None, :] < counts[:, None]
+        found = positions[real]
+        response = wire_pb2.TopKResponse(
+            version=version.manifest.version,
+            ids=version.keys_at(found).astype("<i8", copy=False).tobytes(),
+            scores=scores[real].astype("<f4", copy=False).tobytes(),
+            counts=counts.astype("<u4").tobytes(),
+            missing_queries=np.flatnonzero(missing).astype("<u4").tobytes(),
+        )
+        if output is not None:
+            vectors = np.empty(len(found) * version.table.row_bytes(output), np.uint8)
+            version.table.gather(version.keys_at(found), output, None, vectors)
+            response.vectors = vectors.tobytes()
+        return response.SerializeToString(), n
+
+    def _queries(self, request: Any, version: ServedVersion) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+        """Query vectors [Q, dim] and which of them are of ids that name no row [Q]."""
+        dim = version.manifest.dim
+        vectors = wire.joined(request.vectors, 4, "vectors")
+        query_ids = wire.joined(request.query_ids, 8, "query_ids")
+        if bool(vectors) == bool(query_ids):
+            raise InvalidArgument("vectors", "give either vectors or query_ids" + (", not both" if vectors else ""))
+        if vectors:
+            if len(vectors) % (4 * dim):
+                raise InvalidArgument("vectors", f"{len(vectors) // 4} values are not a whole number of vectors of dim {dim}")
+            queries = np.frombuffer(vectors, "<f4").reshape(-1, dim)
+            finite = np.isfinite(queries).all(axis=1)
+            if not finite.all():
+                raise InvalidArgument("vectors", f"query {int(np.argmin(finite))} holds NaN or infinity")
+            return queries, np.zeros(len(queries), np.bool_)
+        source = version
+        if request.query_table and request.query_table != request.table:
+            source = self._engine.resolve(request.query_table)
+            if source.manifest.dim != dim:
+                raise InvalidArgument(
+                    "query_table", f"{request.query_table!r} has dim {source.manifest.dim}, {request.table!r} has {dim}"
+                )
+        n = len(query_ids) // 8
+        if n > self._limits.max_queries:
+            raise self._too_many("query_ids", n, "max_queries", self._limits.max_queries)
+        queries = np.empty((n, dim), np.float32)
+        places = source.table.gather(query_ids, Output.FLOAT32, None, queries)
+        missing = np.zeros(n, np.bool_)
+        if places:
+            missing[np.frombuffer(places, "<u4")] = True
+        return queries, missing
+
+    def _filter(self, request: Any, version: ServedVersion, n_queries: int) -> Filter:
+        if request.exclude_each and len(request.exclude_each) != n_queries:
+            raise InvalidArgument("exclude_each", f"{len(request.exclude_each)} lists for {n_queries} queries; give none, or one a query")
+        lists = [wire.joined(request.exclude, 8, "exclude"), wire.joined(request.allow, 8, "allow")]
+        lists += [wire.joined(each.ids, 8, f"exclude_each[{i}]") for i, each in enumerate(request.exclude_each)]
+        total = sum(map(len, lists)) // 8
+        if total > self._limits.max_ids:
+            raise self._too_many("exclude, exclude_each and allow", total, "max_ids", self._limits.max_ids)
+        for_all = _known_positions(version, lists[0])
+        excluded = [np.union1d(for_all, _known_positions(version, each)) for each in lists[2:]] or [for_all] * n_queries
+        allow = _known_positions(version, lists[1]) if lists[1] else None
+        return Filter(excluded, allow, request.min_score if request.HasField("min_score") else None)
+
+    @staticmethod
+    def _too_many(field: str, given: int, limit: str, allowed: int) -> ResourceExhausted:
+        return ResourceExhausted(f"{field}: {given:,} in one request; {limit} is {allowed:,}: split the request, or raise it on the server")
+
+    def _too_long(self, given: int, output: Output) -> ResourceExhausted:
+        smaller = "" if output is Output.QUANTIZED else ", ask for a smaller output (FLOAT16, QUANTIZED)"
+        return ResourceExhausted(
+            f"an answer of {given:,} bytes would pass max_response_bytes ({self._limits.max_response_bytes:,}): split the request{smaller}, "
+            "or raise it on the server together with the client's receive limit (gRPC's own is 4 MiB)"
+        )
+
+
+def _lookup_head(version: ServedVersion, n: int, missing: bytes) -> bytes:
+    tiers = wire_pb2.TierCounts(ram=n - len(missing) // 4)
+    manifest = version.manifest
+    response = wire_pb2.LookupResponse(version=manifest.version, dim=manifest.dim, tiers=tiers, missing=missing)
+    return response.SerializeToString()
+
+
+def _output(number: int, field: str, version: ServedVersion) -> Output:
+    _check_enum(number, tuple(o.name for o in Output), field)
+    if number == Output.FLOAT16 and not version.fits_float16:
+        largest = version.manifest.quality.max_abs
+        raise FailedPrecondition(f"{field}: table {version.manifest.table!r} has values up to {largest:g}, past FLOAT16; ask for BFLOAT16 or FLOAT32")
+    return Output(number)
+
+
+def _check_enum(number: int, names: tuple[str, ...], field: str) -> None:
+    if not 0 <= number < len(names):
+        raise InvalidArgument(field, f"{number}; allowed are {', '.join(f'{name} ({i})' for i, name in enumerate(names))}")
+
+
+def _check_bags(n: int, offsets: bytes, weights: bytes, pooling: int, output: Output) -> None:
+    if output is Output.QUANTIZED:
+        raise InvalidArgument("output", "QUANTIZED rows cannot be pooled; ask for another output")
+    starts = np.frombuffer(offsets, "<u4").astype(np.int64)
+    if not len(starts):
+        if n:
+            raise InvalidArgument("offsets", "empty, but pooling is on: say where each bag begins, [0] for a single one")
+        return
+    if starts[0] != 0:
+        raise InvalidArgument("offsets", f"begin at {starts[0]}; must begin at 0")
+    falls = np.flatnonzero(np.diff(starts) < 0)
+    if len(falls):
+        raise InvalidArgument("offsets", f"fall at offsets[{falls[0] + 1}] = {starts[falls[0] + 1]}; must ascend")
+    if starts[-1] > n:
+        raise InvalidArgument("offsets", f"reach {starts[-1]}, past the {n} ids")
+    if not weights:
+        return
+    values = np.frombuffer(weights, "<f4")
+    if len(values) != n:
+        raise InvalidArgument("weights", f"{len(values)} for {n} ids; give none, or one an id")
+    if not np.isfinite(values).all():
+        raise InvalidArgument("weights", f"weights[{int(np.argmin(np.isfinite(values)))}] is not finite")
+    if pooling == MEAN:
+        ends = np.append(starts[1:], n)
+        sums = np.array([values[a:b].sum() for a, b in zip(starts, ends, strict=True)])
+        zero = np.flatnonzero((sums == 0) & (ends > starts))
+        if len(zero):
+            raise InvalidArgument("weights", f"of bag {zero[0]} sum to 0; a MEAN divides by their sum")
+
+
+def _known_positions(version: ServedVersion, ids: bytes) -> npt.NDArray[np.int64]:
+    """Ascending distinct positions of those ids that name a row."""
+    if not ids:
+        return np.empty(0, np.int64)
+    positions = np.unique(version.positions(ids))
+    return positions[np.searchsorted(positions, 0) :]
+
+
+def _ids_not_found(table: str, ids: bytes, missing: bytes) -> NotFound:
+    places = np.frombuffer(missing, "<u4")
+    named = ", ".join(str(i) for i in wire.as_ids(ids)[places[:MISSING_IDS_NAMED]])
+    more = f" and {len(places) - MISSING_IDS_NAMED} more" if len(places) > MISSING_IDS_NAMED else ""
+    return NotFound(f"table {table!r} has no rows for ids {named}{more}")
