@@ -1,0 +1,1 @@
+"""Load, benchmarks and the data they run on."""

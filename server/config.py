@@ -23,6 +23,7 @@ else:
     import tomli as tomllib
 
 ENV_PREFIX = "EMBEDSERVE_"
+CLIENT_TOKEN = f"{ENV_PREFIX}TOKEN"  # read by the commands that ask a server
 MIB = 1 << 20
 
 
@@ -76,7 +77,7 @@ def load_config(file: Path | None = None, flags: dict[str, Any] | None = None) -
     for name in from_file:
         _refuse_unknown(name, names, str(file))
     for variable in os.environ:
-        if variable.startswith(ENV_PREFIX):
+        if variable.startswith(ENV_PREFIX) and variable != CLIENT_TOKEN:
             _refuse_unknown(variable[len(ENV_PREFIX) :].lower(), names, f"environment variable {variable}")
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     # pydantic-settings puts the environment below what it is called with, so the file must step aside for it.

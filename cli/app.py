@@ -1,0 +1,43 @@
+"""The command line: which commands there are, and how failures end.
+
+Exit codes: 0 done; 1 refused or failed, with one sentence on standard error; 2 wrong usage; 3 the server
+could not be reached; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import grpc
+import typer
+
+from embedserve.cli import bench, catalog, demo, query, serve
+from embedserve.client import ServiceError
+from embedserve.quant.errors import EmbedserveError
+
+app = typer.Typer(
+    name="embedserve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    help="Serve quantised embedding tables over gRPC: Lookup by id, TopK by vector or id.",
+)  # fmt: skip
+for module in (demo, catalog, serve, query, bench):
+    module.register(app)
+
+
+def main() -> None:
+    """Runs the command and ends the process with an exit code that means something."""
+    try:
+        app(standalone_mode=True)
+    except EmbedserveError as error:
+        _fail(str(error), 1)
+    except ServiceError as error:
+        unreachable = error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        _fail(str(error), 3 if unreachable else 1)
+    except OSError as error:
+        _fail(f"{error.filename or 'system'}: {error.strerror or error}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was published", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"embedserve: {message}", file=sys.stderr)
+    sys.exit(code)
