@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 DATA = Path(__file__).parent / "movielens-small"
-CONFIDENCE, REGULARISATION = 10.0, 0.1
+CONFIDENCE, REGULARISATION = 2.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def load_titles() -> dict[int, str]:
         return {int(row["movieId"]): row["title"] for row in csv.DictReader(file)}
 
 
-def train(ratings: Ratings, dim: int = 64, rounds: int = 8) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+def train(ratings: Ratings, dim: int = 64, rounds: int = 6) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Factors of users [U, dim] and items [I, dim] whose dot product ranks items for a user."""
     generator = np.random.default_rng(7)
     users = generator.normal(0, 0.1, (len(ratings.user_ids), dim)).astype(np.float32)

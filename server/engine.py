@@ -30,15 +30,12 @@ class ServedVersion:
         self.artifact = artifact
         self.manifest: Manifest = artifact.manifest
         self.ram = RamTable(artifact, config.huge_pages, config.lock_memory)
-        self.default_rows = {output: encoded_default(artifact, output) for output in Output}
-
-    @property
-    def table(self) -> _native.Table:
-        return self.ram.table
-
-    @property
-    def fits_float16(self) -> bool:
-        return self.manifest.quality.max_abs <= FP16_MAX
+        self.table: _native.Table = self.ram.table
+        self.default_rows = tuple(encoded_default(artifact, output) for output in Output)
+        # What every request reads, taken out of the manifest once.
+        self.name, self.dim, self.rows = self.manifest.version, self.manifest.dim, self.manifest.rows
+        self.row_bytes = tuple(self.table.row_bytes(output) for output in Output)
+        self.fits_float16 = self.manifest.quality.max_abs <= FP16_MAX
 
     def positions(self, ids: bytes | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Row numbers [n] of ids, -1 where missing."""

@@ -6,6 +6,8 @@ which field, what was given and what is allowed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,11 @@ ZERO, DEFAULT, ERROR = 0, 1, 2
 VALUES_FIELD, RAW_FIELD = 3, 4
 HEADROOM_BYTES = 256  # of a response, besides its arrays
 MISSING_IDS_NAMED = 10
+OUTPUTS = tuple(Output)
+OUTPUT_NAMES = tuple(output.name for output in Output)
+ON_MISSING_NAMES = ("ZERO", "DEFAULT", "ERROR")
+ON_UNAVAILABLE_NAMES = ("DEFAULT_ROWS", "FAIL")
+POOLING_NAMES = ("NONE", "SUM", "MEAN")
 
 
 class Service:
@@ -35,8 +42,7 @@ class Service:
 
     def lookup(self, data: bytes) -> tuple[bytes, int]:
         """LookupRequest to LookupResponse; also the number of ids asked for."""
-        request = wire.parse(wire_pb2.LookupRequest, data)
-        return self._lookup(request, self._limits.max_response_bytes), sum(map(len, request.ids)) // 8
+        return self._lookup(wire.parse(wire_pb2.LookupRequest, data), self._limits.max_response_bytes)
 
     def lookup_batch(self, data: bytes) -> tuple[bytes, int]:
         """LookupBatchRequest to LookupBatchResponse; also the number of ids asked for."""
@@ -44,62 +50,55 @@ class Service:
         room = self._limits.max_response_bytes
         parts, n_ids = [], 0
         for i, request in enumerate(batch.requests):
-            n_ids += sum(map(len, request.ids)) // 8
-            if n_ids > self._limits.max_ids:
-                raise self._too_many("requests.ids", n_ids, "max_ids", self._limits.max_ids)
             try:
-                answer = self._lookup(request, room)
+                answer, n = self._lookup(request, room)
             except InvalidArgument as error:
                 raise InvalidArgument(f"requests[{i}].{error.field}", error.description) from None
             except (NotFound, FailedPrecondition) as error:
                 raise type(error)(f"requests[{i}]: {error}") from None
+            n_ids += n
+            if n_ids > self._limits.max_ids:
+                raise self._too_many("requests.ids", n_ids, "max_ids", self._limits.max_ids)
             parts += [wire.bytes_field_head(1, len(answer)), answer]
             room -= len(answer) + 8
         return b"".join(parts), n_ids
 
-    def _lookup(self, request: Any, max_bytes: int) -> bytes:
+    def _lookup(self, request: Any, max_bytes: int) -> tuple[bytes, int]:
         version = self._engine.resolve(request.table, request.version)
         ids = wire.joined(request.ids, 8, "ids")
-        n = len(ids) // 8
+        n = len(ids) >> 3
         output = _output(request.output, "output", version)
-        _check_enum(request.on_missing, ("ZERO", "DEFAULT", "ERROR"), "on_missing")
-        _check_enum(request.on_unavailable, ("DEFAULT_ROWS", "FAIL"), "on_unavailable")
-        _check_enum(request.pooling, ("NONE", "SUM", "MEAN"), "pooling")
+        pooling, on_missing = request.pooling, request.on_missing
+        _check_enum(pooling, POOLING_NAMES, "pooling")
+        _check_enum(on_missing, ON_MISSING_NAMES, "on_missing")
+        _check_enum(request.on_unavailable, ON_UNAVAILABLE_NAMES, "on_unavailable")
         if n > self._limits.max_ids:
             raise self._too_many("ids", n, "max_ids", self._limits.max_ids)
-        offsets = wire.joined(request.offsets, 4, "offsets")
-        weights = wire.joined(request.weights, 4, "weights")
-        if request.pooling == NONE:
-            if offsets or weights:
-                raise InvalidArgument("offsets" if offsets else "weights", "only with pooling SUM or MEAN")
-            rows = n
-        else:
-            rows = len(offsets) // 4
-            _check_bags(n, offsets, weights, request.pooling, output)
-        payload = rows * version.table.row_bytes(output)
-        # Besides the rows, an answer lists at most every id as missing.
+        bags = _bags(request, n, output) if pooling != NONE or request.offsets or request.weights else None
+        payload = (n if bags is None else len(bags.offsets) // 4) * version.row_bytes[output]
         if payload + HEADROOM_BYTES > max_bytes:
             raise self._too_long(payload, output)
-        field = wire.bytes_field_head(VALUES_FIELD if output is Output.FLOAT32 else RAW_FIELD, payload)
-        head = _lookup_head(version, n, b"") + field
-        if request.pooling == NONE:
-            fill = version.default_rows[output] if request.on_missing == DEFAULT else None
+        field = VALUES_FIELD if output == Output.FLOAT32 else RAW_FIELD
+        head = _full_head(version.name, version.dim, n, field, payload)
+        if bags is None:
+            fill = version.default_rows[output] if on_missing == DEFAULT else None
             message, missing = version.table.gather_message(ids, output, fill, head)
-            if missing and request.on_missing == DEFAULT and fill is None:
-                raise FailedPrecondition(f"the default row of {request.table!r} does not fit its row type; ask for another output")
         else:
-            fill = version.default_rows[Output.FLOAT32] if request.on_missing == DEFAULT else None
+            fill = version.default_rows[Output.FLOAT32] if on_missing == DEFAULT else None
             message, missing = version.table.pool_message(
-                ids, offsets, weights or None, request.pooling == MEAN, output, fill, head
+                ids, bags.offsets, bags.weights, pooling == MEAN, output, fill, head
             )
         if not missing:
-            return message
-        if request.on_missing == ERROR:
+            return message, n
+        if on_missing == ERROR:
             raise _ids_not_found(request.table, ids, missing)
-        answer = b"".join((_lookup_head(version, n, missing), field, memoryview(message)[len(head) :]))
+        if on_missing == DEFAULT and fill is None:
+            raise FailedPrecondition(f"the default row of {request.table!r} does not fit its row type; ask for another output")
+        head_with_missing = _head(version.name, version.dim, n, missing, field, payload)
+        answer = b"".join((head_with_missing, memoryview(message)[len(head) :]))
         if len(answer) > max_bytes:
             raise self._too_long(len(answer), output)
-        return answer
+        return answer, n
 
     def topk(self, data: bytes) -> tuple[bytes, int]:
         """TopKRequest to TopKResponse; also the number of queries."""
@@ -114,8 +113,8 @@ class Service:
             raise self._too_many("queries", n, "max_queries", self._limits.max_queries)
         if request.HasField("min_score") and not np.isfinite(request.min_score):
             raise InvalidArgument("min_score", f"{request.min_score}; must be finite")
-        item = 12 + (version.table.row_bytes(output) if output is not None else 0)
-        longest = n * min(request.k, version.manifest.rows) * item
+        item = 12 + (version.row_bytes[output] if output is not None else 0)
+        longest = n * min(request.k, version.rows) * item
         if longest + HEADROOM_BYTES > self._limits.max_response_bytes:
             raise ResourceExhausted(
                 f"an answer of {longest:,} bytes would pass max_response_bytes ({self._limits.max_response_bytes:,}); "
@@ -129,21 +128,21 @@ class Service:
         real = np.arange(positions.shape[1])[None, :] < counts[:, None]
         found = positions[real]
         response = wire_pb2.TopKResponse(
-            version=version.manifest.version,
+            version=version.name,
             ids=version.keys_at(found).astype("<i8", copy=False).tobytes(),
             scores=scores[real].astype("<f4", copy=False).tobytes(),
             counts=counts.astype("<u4").tobytes(),
             missing_queries=np.flatnonzero(missing).astype("<u4").tobytes(),
         )
         if output is not None:
-            vectors = np.empty(len(found) * version.table.row_bytes(output), np.uint8)
+            vectors = np.empty(len(found) * version.row_bytes[output], np.uint8)
             version.table.gather(version.keys_at(found), output, None, vectors)
             response.vectors = vectors.tobytes()
         return response.SerializeToString(), n
 
     def _queries(self, request: Any, version: ServedVersion) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """Query vectors [Q, dim] and which of them are of ids that name no row [Q]."""
-        dim = version.manifest.dim
+        dim = version.dim
         vectors = wire.joined(request.vectors, 4, "vectors")
         query_ids = wire.joined(request.query_ids, 8, "query_ids")
         if bool(vectors) == bool(query_ids):
@@ -198,19 +197,25 @@ class Service:
         )
 
 
-def _lookup_head(version: ServedVersion, n: int, missing: bytes) -> bytes:
+def _head(version: str, dim: int, n: int, missing: bytes, field: int, payload: int) -> bytes:
+    """A LookupResponse up to the bytes of its rows."""
     tiers = wire_pb2.TierCounts(ram=n - len(missing) // 4)
-    manifest = version.manifest
-    response = wire_pb2.LookupResponse(version=manifest.version, dim=manifest.dim, tiers=tiers, missing=missing)
-    return response.SerializeToString()
+    head = wire_pb2.LookupResponse(version=version, dim=dim, tiers=tiers, missing=missing).SerializeToString()
+    return bytes(head) + wire.bytes_field_head(field, payload)
+
+
+@lru_cache(maxsize=4096)
+def _full_head(version: str, dim: int, n: int, field: int, payload: int) -> bytes:
+    """The same when nothing is missing. Callers ask for the same few numbers of ids over and over."""
+    return _head(version, dim, n, b"", field, payload)
 
 
 def _output(number: int, field: str, version: ServedVersion) -> Output:
-    _check_enum(number, tuple(o.name for o in Output), field)
+    _check_enum(number, OUTPUT_NAMES, field)
     if number == Output.FLOAT16 and not version.fits_float16:
         largest = version.manifest.quality.max_abs
         raise FailedPrecondition(f"{field}: table {version.manifest.table!r} has values up to {largest:g}, past FLOAT16; ask for BFLOAT16 or FLOAT32")
-    return Output(number)
+    return OUTPUTS[number]
 
 
 def _check_enum(number: int, names: tuple[str, ...], field: str) -> None:
@@ -218,14 +223,25 @@ def _check_enum(number: int, names: tuple[str, ...], field: str) -> None:
         raise InvalidArgument(field, f"{number}; allowed are {', '.join(f'{name} ({i})' for i, name in enumerate(names))}")
 
 
-def _check_bags(n: int, offsets: bytes, weights: bytes, pooling: int, output: Output) -> None:
+@dataclass(frozen=True)
+class _Bags:
+    """Packed uint32 offsets and float weights (None: all 1), checked."""
+
+    offsets: bytes
+    weights: bytes | None
+
+
+def _bags(request: Any, n: int, output: Output) -> _Bags:
+    offsets, weights = wire.joined(request.offsets, 4, "offsets"), wire.joined(request.weights, 4, "weights")
+    if request.pooling == NONE:
+        raise InvalidArgument("offsets" if offsets else "weights", "only with pooling SUM or MEAN")
     if output is Output.QUANTIZED:
         raise InvalidArgument("output", "QUANTIZED rows cannot be pooled; ask for another output")
     starts = np.frombuffer(offsets, "<u4").astype(np.int64)
     if not len(starts):
         if n:
             raise InvalidArgument("offsets", "empty, but pooling is on: say where each bag begins, [0] for a single one")
-        return
+        return _Bags(offsets, None)
     if starts[0] != 0:
         raise InvalidArgument("offsets", f"begin at {starts[0]}; must begin at 0")
     falls = np.flatnonzero(np.diff(starts) < 0)
@@ -234,18 +250,19 @@ def _check_bags(n: int, offsets: bytes, weights: bytes, pooling: int, output: Ou
     if starts[-1] > n:
         raise InvalidArgument("offsets", f"reach {starts[-1]}, past the {n} ids")
     if not weights:
-        return
+        return _Bags(offsets, None)
     values = np.frombuffer(weights, "<f4")
     if len(values) != n:
         raise InvalidArgument("weights", f"{len(values)} for {n} ids; give none, or one an id")
     if not np.isfinite(values).all():
         raise InvalidArgument("weights", f"weights[{int(np.argmin(np.isfinite(values)))}] is not finite")
-    if pooling == MEAN:
+    if request.pooling == MEAN:
         ends = np.append(starts[1:], n)
         sums = np.array([values[a:b].sum() for a, b in zip(starts, ends, strict=True)])
         zero = np.flatnonzero((sums == 0) & (ends > starts))
         if len(zero):
             raise InvalidArgument("weights", f"of bag {zero[0]} sum to 0; a MEAN divides by their sum")
+    return _Bags(offsets, weights)
 
 
 def _known_positions(version: ServedVersion, ids: bytes) -> npt.NDArray[np.int64]:

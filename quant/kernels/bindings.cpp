@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "kernels.h"
@@ -81,6 +82,18 @@ RowFormat make_format(int row_type, bool wide, int64_t dim) {
   if (wide && !format.is_integer()) throw nb::value_error("only integer rows have a wide variant");
   return format;
 }
+
+// Releases the GIL for work on this many bytes or more. Below it the work takes some microseconds, less than
+// another thread needs to take the lock and hand it back.
+class Unlocked {
+ public:
+  explicit Unlocked(int64_t work_bytes) {
+    if (work_bytes >= (int64_t(128) << 10)) release_.emplace();
+  }
+
+ private:
+  std::optional<nb::gil_scoped_release> release_;
+};
 
 nb::object missing_bytes(const uint32_t* missing, int64_t n) {
   if (n == 0) return nb::none();
@@ -164,7 +177,7 @@ class Table {
     request.missing = missing.get();
     int64_t n_missing;
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked(request.n * view_.stride);
       n_missing = kernels_.pool(view_, request);
     }
     return {message, missing_bytes(missing.get(), n_missing)};
@@ -173,7 +186,7 @@ class Table {
   void find(nb::object ids, nb::object out) const {
     const Buffer id_bytes(ids, "ids", 8), target(out, "out", 8, true);
     if (target.items() != id_bytes.items()) throw nb::value_error("out: wrong number of items");
-    nb::gil_scoped_release unlocked;
+    const Unlocked unlocked(id_bytes.items() * int64_t(sizeof(KeyBucket)));
     int64_t* positions = reinterpret_cast<int64_t*>(target.data());
     std::memcpy(positions, id_bytes.data(), size_t(8 * id_bytes.items()));
     if (view_.index) return view_.index.find_many(positions, id_bytes.items(), positions);
@@ -240,7 +253,7 @@ class Table {
     request.missing = missing.get();
     int64_t n_missing;
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked(request.n * (view_.stride + row_bytes(output)));
       n_missing = (floor ? kernels_.touch : kernels_.gather)(view_, request);
     }
     return missing_bytes(missing.get(), n_missing);

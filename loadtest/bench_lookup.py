@@ -1,0 +1,60 @@
+"""Lookup over gRPC beside a bare echo of the same byte sizes: one server core, the generator on another.
+
+A closed loop: it finds how many requests a saturated server answers, not how long they take.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from embedserve.client._messages import LookupOptions, lookup_request
+from embedserve.loadtest import generators
+from embedserve.loadtest.results import Figure
+from embedserve.loadtest.servers import ServerProcess, finish, start
+from embedserve.quant import Catalog, ImportOptions, import_table, open_matrix
+
+METHOD = "/embedserve.v1.EmbeddingService/Lookup"
+DIM, CALLERS, THREADS = 64, 8, 132
+CASES = (("256 ids, FLOAT16", 256, "float16"), ("256 ids, FLOAT32", 256, "float32"), ("1 id, FLOAT16", 1, "float16"))
+
+
+def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
+    """Requests a second, medians of alternating rounds."""
+    rows, rounds, seconds = (10_000, 2, 0.5) if quick else (1_000_000, 9, 2.0)
+    cpus = sorted(os.sched_getaffinity(0))
+    server_cpus, load_cpus = ({cpus[0]}, {cpus[1]}) if len(cpus) > 1 else (None, None)
+    say(f"generator: {generators.name()}, {CALLERS} outstanding; server on core {server_cpus}, {rows:,} rows x {DIM}")
+    figures = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        np.save(root / "x.npy", np.random.default_rng(0).standard_normal((rows, DIM), np.float32))
+        catalog = Catalog(root / "catalog")
+        import_table(catalog, "items", open_matrix(str(root / "x.npy")), ImportOptions())
+        catalog.publish("items")
+        with ServerProcess(root / "catalog", cpus=server_cpus) as server:
+            for label, n, output in CASES:
+                ids = np.random.default_rng(1).integers(0, rows, n)
+                request = lookup_request("items", ids, LookupOptions(output=output)).SerializeToString()  # type: ignore[arg-type]
+                with grpc.insecure_channel(server.address) as channel:
+                    answer_bytes = len(channel.unary_unary(METHOD)(request))
+                command = [sys.executable, "-m", "embedserve.loadtest.echo", str(answer_bytes), str(THREADS)]
+                echo, line = start(command, server_cpus)
+                try:
+                    ours, bare = [], []
+                    for _ in range(rounds):
+                        ours.append(generators.rate(server.address, METHOD, request, CALLERS, seconds, load_cpus))
+                        bare.append(generators.rate(line.split()[1], METHOD, request, CALLERS, seconds, load_cpus))
+                finally:
+                    finish(echo)
+                name = f"{label} ({answer_bytes:,} B)"
+                figures.append(Figure(name, statistics.median(ours), "requests/s", "grpcio echo", statistics.median(bare)))
+                say(f"{name}: {figures[-1].ratio:.2f} of the echo")
+    return figures
