@@ -177,7 +177,7 @@ def _fbgemm_peer(rows: npt.NDArray[np.uint8], row_type: RowType, dim: int) -> di
 
     sparse_type = {RowType.INT8: 2, RowType.INT4: 3}[row_type]  # fbgemm_gpu.split_embedding_configs.SparseType
     weights = torch.from_numpy(rows.reshape(-1))
-    int32 = torch.tensor([0], dtype=torch.int32)
+    on_host = torch.tensor([3], dtype=torch.int32)  # fbgemm_gpu.split_table_batched_embeddings_ops_common.EmbeddingLocation.HOST
     dims = torch.tensor([0, dim], dtype=torch.int32)
     offsets = {n: torch.arange(n + 1, dtype=torch.int64) for n in N_IDS}
     operator = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
@@ -185,7 +185,7 @@ def _fbgemm_peer(rows: npt.NDArray[np.uint8], row_type: RowType, dim: int) -> di
 
     def gather(ids: npt.NDArray[np.int64]) -> object:
         return operator(
-            dev_weights=weights, uvm_weights=on_cpu, weights_placements=int32, weights_offsets=torch.tensor([0], dtype=torch.int64),
+            dev_weights=weights, uvm_weights=on_cpu, weights_placements=on_host, weights_offsets=torch.tensor([0], dtype=torch.int64),
             weights_tys=torch.tensor([sparse_type], dtype=torch.uint8), D_offsets=dims, total_D=dim, max_int2_D=0,
             max_int4_D=dim if row_type is RowType.INT4 else 0, max_int8_D=dim if row_type is RowType.INT8 else 0,
             max_float16_D=0, max_float32_D=0, indices=torch.from_numpy(ids), offsets=offsets[len(ids)], pooling_mode=0,

@@ -49,12 +49,13 @@ struct RowEncoder {
 
   Params params(Range r) const {
     const auto stored = [&](float x) { return format.wide ? x : round_to_half(x); };
-    if (r.lo == r.hi) return {0.0f, stored(r.lo)};  // constant: the value itself
+    // Adding zero makes -0 +0: which of the two a minimum over both gives depends on its order.
+    if (r.lo == r.hi) return {0.0f, stored(r.lo + 0.0f)};  // constant: the value itself
     if (scheme == Scheme::kSymmetric) {
       const float scale = stored(ideal_step(r));
       return {scale, stored(-((top + 1) / 2) * scale)};
     }
-    const float bias = stored(r.lo);
+    const float bias = stored(r.lo + 0.0f);
     return {stored((r.hi - bias) / top), bias};
   }
 
