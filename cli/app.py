@@ -10,15 +10,19 @@ import sys
 
 import grpc
 import typer
+from typer import BadParameter
 
 from embedserve.cli import bench, catalog, demo, query, serve
 from embedserve.client import ServiceError
 from embedserve.quant.errors import EmbedserveError
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="embedserve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Serve quantised embedding tables over gRPC: Lookup by id, TopK by vector or id.",
 )  # fmt: skip
+UsageError = BadParameter.__mro__[1]  # click's, wherever typer keeps its click
 for module in (demo, catalog, serve, query, bench):
     module.register(app)
 
@@ -26,7 +30,12 @@ for module in (demo, catalog, serve, query, bench):
 def main() -> None:
     """Runs the command and ends the process with an exit code that means something."""
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
+    except typer.Exit as ended:
+        code = ended.exit_code
+    except UsageError as error:
+        error.show()
+        code = error.exit_code
     except EmbedserveError as error:
         _fail(str(error), 1)
     except ServiceError as error:
@@ -34,8 +43,11 @@ def main() -> None:
         _fail(str(error), 3 if unreachable else 1)
     except OSError as error:
         _fail(f"{error.filename or 'system'}: {error.strerror or error}", 1)
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing was published", 130)
+    except typer.Abort:
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        _fail("interrupted; nothing was published", INTERRUPTED)
+    sys.exit(code or 0)
 
 
 def _fail(message: str, code: int) -> None:

@@ -71,7 +71,7 @@ class Manifest(BaseModel):
     table: str
     version: str
     created: str
-    rows: int = Field(ge=1)
+    rows: int = Field(ge=1, lt=2**48)
     dim: int = Field(ge=1, le=MAX_DIM)
     row_type: RowType
     wide: bool
@@ -295,7 +295,7 @@ def _remove_abandoned(table_directory: Path) -> None:
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
-            continue
+            continue  # another writer was quicker; or a publisher's file, which the next one replaces
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

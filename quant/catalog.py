@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from datetime import datetime, timedelta, timezone
@@ -17,7 +18,6 @@ from embedserve.quant.artifact import (
     VERSION_NAME,
     Artifact,
     ArtifactWriter,
-    sync_directory,
     write_durably,
 )
 from embedserve.quant.errors import ArtifactError, InvalidArgument, NotFound
@@ -101,11 +101,13 @@ class Catalog:
         name = version or (versions[-1] if versions else "")
         self.open(table, name, verify=True)
         directory = self.root / table
-        partial = directory / f"{PARTIAL_PREFIX}current-{os.getpid()}-{os.urandom(4).hex()}"
+        partial = directory / f"{PARTIAL_PREFIX}current"
+        lock = os.open(directory, os.O_RDONLY)
         try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one publisher at a time; a killed one's lock is gone with it
             write_durably(partial, name.encode() + b"\n")
             os.replace(partial, directory / CURRENT)
+            os.fsync(lock)
         finally:
-            partial.unlink(missing_ok=True)
-        sync_directory(directory)
+            os.close(lock)
         return name

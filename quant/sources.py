@@ -6,11 +6,14 @@ format is one function from a path to its named arrays; `OPENERS` lists them by 
 
 from __future__ import annotations
 
+import lzma
 import mmap
 import os
 import struct
 import tempfile
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,8 @@ from embedserve.quant.safetensors_file import SafetensorsError, read_header
 BFLOAT16 = "bfloat16"
 CHUNK_BYTES = 4 << 20
 MAPPED_BYTES = 64 << 20
+# What zipfile raises on bytes that are no zip file, or no longer one.
+DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, RuntimeError, EOFError, lzma.LZMAError, OSError)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,10 @@ class StoredArray:
     def _read_into(self, file: IO[bytes], array: npt.NDArray[Any]) -> None:
         view = memoryview(array.reshape(-1).view(np.uint8))
         while view:
-            n = file.readinto(view)  # type: ignore[attr-defined]
+            try:
+                n = file.readinto(view)  # type: ignore[attr-defined]
+            except DAMAGED_ZIP as error:
+                raise SourceError(f"{self.path}: damaged: {error}") from None
             if not n:
                 raise SourceError(f"{self.path}: truncated: the file ends before its array does")
             view = view[n:]
@@ -122,16 +130,19 @@ def _open_data(array: StoredArray) -> IO[bytes]:
         file = open(array.path, "rb", buffering=0)
         file.seek(array.offset)
         return file
-    with zipfile.ZipFile(array.path) as archive:
-        member = archive.open(array.member)
-        if not array.fortran:
-            member.read(array.offset)
-            return member
-        # Column order needs seeks, which a compressed member cannot do: unpack it to an unnamed file.
-        unpacked: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the caller)
-        while block := member.read(CHUNK_BYTES):
-            unpacked.write(block)
-        return unpacked
+    try:
+        with zipfile.ZipFile(array.path) as archive:
+            member = archive.open(array.member)
+            if not array.fortran:
+                member.read(array.offset)
+                return member
+            # Column order needs seeks, which a compressed member cannot do: unpack it to an unnamed file.
+            unpacked: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by the caller)
+            while block := member.read(CHUNK_BYTES):
+                unpacked.write(block)
+            return unpacked
+    except DAMAGED_ZIP as error:
+        raise SourceError(f"{array.path}: damaged: {error}") from None
 
 
 def _npy_array(file: IO[bytes], path: Path, label: str, nbytes: int, member: str | None, offset: int) -> StoredArray:
@@ -146,7 +157,7 @@ def _npy_array(file: IO[bytes], path: Path, label: str, nbytes: int, member: str
         else:
             raise ValueError(f"format version {version} is not one of 1.0 and 2.0")
         header_bytes = file.tell() - start
-    except (ValueError, EOFError, SyntaxError, TypeError, struct.error) as error:
+    except (*DAMAGED_ZIP, SyntaxError, TypeError, OverflowError, tokenize.TokenError, RecursionError) as error:
         raise SourceError(f"{label}: not a .npy array: {error}") from None
     if dtype.hasobject:
         raise SourceError(f"{label}: holds Python objects, which are never unpickled; save plain floats")
@@ -176,7 +187,7 @@ def _open_npz(path: Path) -> dict[str, StoredArray]:
                         None if stored else info.filename, _member_offset(path, info) if stored else 0,
                     )  # fmt: skip
                 arrays[info.filename[:-4]] = array
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    except DAMAGED_ZIP as error:
         raise SourceError(f"{path}: not a .npz file: {error}") from None
     return arrays
 
