@@ -13,6 +13,9 @@
 namespace embedserve {
 namespace {
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kFar = 6;  // rows ahead, where a row is several lines
+
 inline int64_t load_i64(const uint8_t* p, int64_t i) { int64_t v; std::memcpy(&v, p + 8 * i, 8); return v; }
 inline uint32_t load_u32(const uint8_t* p, int64_t i) { uint32_t v; std::memcpy(&v, p + 4 * i, 4); return v; }
 inline float load_f32(const uint8_t* p, int64_t i) { float v; std::memcpy(&v, p + 4 * i, 4); return v; }
@@ -31,7 +34,9 @@ template <RowType kType, bool kWide>
 struct RowReader {
   static constexpr bool kInteger = kType == RowType::kInt8 || kType == RowType::kInt4;
   static constexpr int kHeader = kInteger ? (kWide ? 8 : 4) : 0;
-  Block scale, bias;
+  // A row of 4-bit codes has 16 values: where a register can be indexed by code, they are worked out once.
+  static constexpr bool kTabled = kType == RowType::kInt4 && Block::kIndexesNibbles;
+  Block scale, bias, table;
   const uint8_t* codes;
 
   static constexpr int64_t code_bytes(int64_t columns) {
@@ -55,10 +60,15 @@ struct RowReader {
       bias = Block::set1(half_to_float(header[1]));
 #endif
     }
+    if constexpr (kTabled) {
+      static constexpr float kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      table = Block::load(kCodes) * scale + bias;
+    }
   }
 
   Block decode(const uint8_t* p) const {
-    if constexpr (kType == RowType::kInt8) return Block::load_u8(p) * scale + bias;
+    if constexpr (kTabled) return Block::index_u4(table, p);
+    else if constexpr (kType == RowType::kInt8) return Block::load_u8(p) * scale + bias;
     else if constexpr (kType == RowType::kInt4) return Block::load_u4(p) * scale + bias;
     else if constexpr (kType == RowType::kFp16) return Block::load_f16(p);
     else { float v[16]; std::memcpy(v, p, 64); return Block::load(v); }
@@ -89,49 +99,60 @@ struct Sink {
   }
 };
 
+// Decodes a row, asking on the way for the lines of `ahead`, a row to come (or null): spread among the
+// arithmetic they do not crowd out the loads of this one.
 template <class Reader, class Out, int kDim, bool kStream>
-inline void decode_row(const uint8_t* row, uint8_t* out, int64_t runtime_dim) {
+inline void decode_row(const uint8_t* row, uint8_t* out, int64_t runtime_dim, const uint8_t* ahead) {
   const int64_t dim = kDim ? kDim : runtime_dim;
   const Reader reader(row);
   const int64_t whole = dim / 16 * 16;
   for (int64_t c = 0; c < whole; c += 16) {
+    if (ahead && Reader::code_bytes(c) % kLine == 0) __builtin_prefetch(ahead + Reader::code_bytes(c));
     if constexpr (kStream) reader.block(c).stream(out + c * Out::kBytes);
     else Out::put(reader.block(c), out + c * Out::kBytes);
   }
   if (whole < dim) Out::put_tail(reader.tail(whole, dim - whole), out + whole * Out::kBytes, dim - whole);
 }
 
+// Rows of more lines than this are asked for line by line while another is decoded.
+constexpr int64_t kBurstBytes = 3 * kLine;
+
 // Turns ids into positions a block at a time and runs ahead with prefetches.
-// visit(i, row) is called for every id in order, with row = null where the id names none.
+// visit(i, row, ahead) is called for every id in order, with row = null where the id names none. `ahead` is a
+// row to come whose lines, but for its last, the visitor is to ask for; null when that is done already.
 template <int kStride, class Visit>
 inline void for_each_row(const TableView& table, const uint8_t* ids, int64_t n, Visit visit) {
   constexpr int64_t kBlock = 1024;
   const int64_t stride = kStride ? kStride : table.stride;
-  const int64_t ahead = stride <= 128 ? 24 : stride <= 512 ? 12 : 6;
+  const int64_t distance = stride <= 2 * kLine ? 24 : stride <= 8 * kLine ? kFar : 6;
   const uint64_t n_rows = uint64_t(table.n_rows);
   int64_t positions[kBlock];
   const bool keyed = bool(table.index);
-  // Forced inline: GCC takes a function that only prefetches for one without effect, and drops the call.
-  const auto prefetch = [&](int64_t position) __attribute__((always_inline)) {
-    if (uint64_t(position) >= n_rows) return;
-    const uint8_t* p = table.rows + position * table.stride;
-    // Rows begin at multiples of 4, so the last prefetch covers a remainder of 4 bytes.
-    for (int64_t offset = 0; offset < stride - 4; offset += 64) __builtin_prefetch(p + offset);
-    __builtin_prefetch(p + stride - 1);
+  const auto row_at = [&](int64_t position) __attribute__((always_inline)) -> const uint8_t* {
+    return uint64_t(position) < n_rows ? table.rows + position * table.stride : nullptr;
   };
+  // Forced inline: GCC takes a function that only prefetches for one without effect, and drops the call.
+  const auto prefetch = [&](const uint8_t* row, bool burst) __attribute__((always_inline)) {
+    if (!row) return;
+    // Rows begin at multiples of 4, so the last prefetch covers a remainder of 4 bytes.
+    for (int64_t offset = 0; burst && offset < stride - 4; offset += kLine) __builtin_prefetch(row + offset);
+    __builtin_prefetch(row + stride - 1);
+  };
+  const bool burst = stride <= kBurstBytes;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t count = n - begin < kBlock ? n - begin : kBlock;
     // Copying also aligns: ids may start at any byte of a message.
     std::memcpy(positions, ids + 8 * begin, size_t(8 * count));
     if (keyed) table.index.find_many(positions, count, positions);
-    if (begin == 0 || keyed) for (int64_t i = 0; i < count && i < ahead; ++i) prefetch(positions[i]);
+    if (begin == 0 || keyed) for (int64_t i = 0; i < count && i < distance; ++i) prefetch(row_at(positions[i]), true);
     // Dense keys run ahead over the block's end; keyed ones are not resolved there yet.
     const int64_t last = keyed ? count : n - begin;
     for (int64_t i = 0; i < count; ++i) {
-      if (i + ahead < count) prefetch(positions[i + ahead]);
-      else if (i + ahead < last) prefetch(load_i64(ids, begin + i + ahead));
-      const bool found = uint64_t(positions[i]) < n_rows;
-      visit(begin + i, found ? table.rows + positions[i] * table.stride : nullptr);
+      const uint8_t* ahead = nullptr;
+      if (i + distance < count) ahead = row_at(positions[i + distance]);
+      else if (i + distance < last) ahead = row_at(load_i64(ids, begin + i + distance));
+      prefetch(ahead, burst);
+      visit(begin + i, row_at(positions[i]), burst ? nullptr : ahead);
     }
   }
 }
@@ -144,10 +165,10 @@ int64_t gather_rows(const TableView& table, const GatherRequest& request) {
   constexpr int kStride = kDim ? int((Reader::kHeader + Reader::code_bytes(kDim) + 3) / 4 * 4) : 0;
   const int64_t row_bytes = (kDim ? kDim : table.format.dim) * Out::kBytes;
   int64_t n_missing = 0;
-  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
+  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
     uint8_t* out = request.out + i * row_bytes;
     if (__builtin_expect(row != nullptr, 1)) {
-      decode_row<Reader, Out, kDim, kStream>(row, out, table.format.dim);
+      decode_row<Reader, Out, kDim, kStream>(row, out, table.format.dim, ahead);
     } else {
       request.missing[n_missing++] = uint32_t(i);
       if (request.fill) std::memcpy(out, request.fill, size_t(row_bytes));
@@ -183,10 +204,16 @@ int64_t gather_as(const TableView& table, const GatherRequest& request) {
   return run.template operator()<0>();
 }
 
+// For visitors that decode nothing in between: the lines of `ahead` at once.
+inline __attribute__((always_inline)) void prefetch_row(const uint8_t* ahead, int64_t stride) {
+  for (int64_t offset = 0; ahead && offset < stride - 4; offset += kLine) __builtin_prefetch(ahead + offset);
+}
+
 int64_t gather_raw(const TableView& table, const GatherRequest& request) {
   const size_t row_bytes = size_t(table.format.stride());
   int64_t n_missing = 0;
-  for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
+  for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
+    prefetch_row(ahead, table.stride);
     uint8_t* out = request.out + size_t(i) * row_bytes;
     if (!row) {
       request.missing[n_missing++] = uint32_t(i);
@@ -277,7 +304,8 @@ int64_t pool(const TableView& table, const PoolRequest& request) {
       total = 0;
       ++current;
     };
-    for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
+    for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
+      prefetch_row(ahead, table.stride);
       while (i >= end_of(current)) finish();
       const float weight = request.weights ? load_f32(request.weights, i) : 1.0f;
       const Block weights = Block::set1(weight);
@@ -297,7 +325,8 @@ int64_t pool(const TableView& table, const PoolRequest& request) {
 template <int kStride, bool kStream>
 int64_t touch_rows(const TableView& table, const GatherRequest& request) {
   const int64_t row_bytes = output_row_bytes(table.format, request.output);
-  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
+  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
+    prefetch_row(ahead, table.stride);
     uint8_t* out = request.out + i * row_bytes;
     float sum = 0;
     if (row) {

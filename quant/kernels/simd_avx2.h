@@ -12,6 +12,7 @@ namespace embedserve {
 namespace {
 
 struct Block {
+  static constexpr bool kIndexesNibbles = false;
   __m256 lo, hi;
 
   // Orders streamed stores before what follows.

@@ -12,6 +12,7 @@ namespace embedserve {
 namespace {
 
 struct Block {
+  static constexpr bool kIndexesNibbles = true;  // has index_u4
   __m512 v;
 
   // Orders streamed stores before what follows.
@@ -26,6 +27,15 @@ struct Block {
     const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     const __m128i mask = _mm_set1_epi8(15);
     return from_bytes(_mm_unpacklo_epi8(_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16(packed, 4), mask)));
+  }
+
+  // table[code] of 16 codes from 8 bytes, low nibble first; the permutation looks at 4 bits of each lane.
+  static Block index_u4(Block table, const uint8_t* p) {
+    int32_t halves[2];
+    std::memcpy(halves, p, 8);
+    const __m512i packed = _mm512_mask_set1_epi32(_mm512_set1_epi32(halves[0]), 0xff00, halves[1]);
+    const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    return {_mm512_permutexvar_ps(_mm512_srlv_epi32(packed, shifts), table.v)};
   }
 
   void store(uint8_t* p) const { _mm512_storeu_ps(p, v); }

@@ -12,6 +12,7 @@ namespace embedserve {
 namespace {
 
 struct Block {
+  static constexpr bool kIndexesNibbles = false;
   float32x4_t q[4];
 
   // Orders streamed stores before what follows.

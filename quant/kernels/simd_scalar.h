@@ -13,6 +13,7 @@ namespace embedserve {
 namespace {
 
 struct Block {
+  static constexpr bool kIndexesNibbles = false;
   float v[16];
 
   // Orders streamed stores before what follows.
