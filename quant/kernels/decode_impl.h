@@ -29,6 +29,10 @@ struct LocalAllocator : std::allocator<T> {
 template <class T>
 using Scratch = std::vector<T, LocalAllocator<T>>;
 
+// `Block` by a name that is looked up only where it is used: not every one has every operation.
+template <RowType>
+struct DependentBlock { using type = Block; };
+
 // One row type: where its codes lie, how 16 of them become values.
 template <RowType kType, bool kWide>
 struct RowReader {
@@ -67,7 +71,7 @@ struct RowReader {
   }
 
   Block decode(const uint8_t* p) const {
-    if constexpr (kTabled) return Block::index_u4(table, p);
+    if constexpr (kTabled) return DependentBlock<kType>::type::index_u4(table, p);
     else if constexpr (kType == RowType::kInt8) return Block::load_u8(p) * scale + bias;
     else if constexpr (kType == RowType::kInt4) return Block::load_u4(p) * scale + bias;
     else if constexpr (kType == RowType::kFp16) return Block::load_f16(p);
