@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint sanitize proto clean
+.PHONY: demo test lint sanitize wheel proto clean
 
 # Trains, imports, publishes, serves and queries MovieLens factors; leaves the catalog in demo-catalog/.
 demo: $(VENV)/.installed
@@ -21,8 +21,18 @@ lint: $(VENV)/.dev
 sanitize: $(VENV)/.tested
 	PYTHON=$(abspath $(BIN))/python tests/native/run_sanitized
 
+# Builds the wheel, installs it in a venv of its own, and runs it there, away from this folder.
+wheel: $(VENV)/bin/python
+	rm -rf build/wheel build/wheel-venv
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/pip install --quiet build/wheel/*.whl
+	cd build && wheel-venv/bin/embedserve demo --root wheel-demo --seconds 1 >/dev/null
+	rm -rf build/wheel-demo
+
 # Regenerates proto/*_pb2*.py from proto/embedserve/v1/*.proto.
 proto: $(VENV)/.dev
+	mkdir -p .build-proto
 	$(BIN)/python -m grpc_tools.protoc -Iembedserve/proto=proto/embedserve/v1 --python_out=.build-proto --pyi_out=.build-proto \
 	  --grpc_python_out=.build-proto embedserve/proto/embedding.proto embedserve/proto/admin.proto
 	$(BIN)/python -m grpc_tools.protoc -Iembedserve/proto=proto/embedserve/v1 --python_out=.build-proto --pyi_out=.build-proto \

@@ -7,6 +7,7 @@ could not be reached; 130 interrupted.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import grpc
 import typer
@@ -22,7 +23,7 @@ app = typer.Typer(
     name="embedserve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Serve quantised embedding tables over gRPC: Lookup by id, TopK by vector or id.",
 )  # fmt: skip
-UsageError = BadParameter.__mro__[1]  # click's, wherever typer keeps its click
+UsageError: Any = BadParameter.__mro__[1]  # click's, wherever typer keeps its click
 for module in (demo, catalog, serve, query, bench):
     module.register(app)
 

@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(NAMES)}.")],
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes, to see that it runs; figures mean little.")] = False,
 ) -> None:
     """Measure one thing beside its peers, in the same run.

@@ -45,10 +45,14 @@ def register(app: typer.Typer) -> None:
 
 
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="PATH or PATH:ARRAY of a .npy, .npz or .safetensors file.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="PATH or PATH:ARRAY of a .npy, .npz or .safetensors file.")
+    ],
     root: Root,
     table: TableName,
-    keys: Annotated[str | None, typer.Option(help="PATH or PATH:ARRAY of int64 keys, one a row; none: keys are 0..N-1.")] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="PATH or PATH:ARRAY of int64 keys, one a row; none: keys are 0..N-1.")
+    ] = None,
     bits: Annotated[Bits, typer.Option(help="8 or 4: quantised codes; 16 or 32: floats.")] = Bits.EIGHT,
     scheme: Annotated[Scheme, typer.Option(help="symmetric keeps 0 exact.")] = Scheme.ASYMMETRIC,
     calibration: Annotated[Calibration, typer.Option(help="mse suits 4 bits; slower.")] = Calibration.MINMAX,
@@ -64,7 +68,13 @@ def import_(
     catalog = Catalog(root)
     matrix = open_matrix(source)
     key_array = open_keys(keys, matrix.shape[0]) if keys else None
-    options = ImportOptions(RowType.of_bits(int(bits.value)), scheme, calibration, metric, "zero" if nonfinite is NonFinite.ZERO else "refuse")
+    options = ImportOptions(
+        RowType.of_bits(int(bits.value)),
+        scheme,
+        calibration,
+        metric,
+        "zero" if nonfinite is NonFinite.ZERO else "refuse",
+    )
     started = time.monotonic()
     with progress_bar(f"import {table}", matrix.shape[0]) as progress:
         manifest = import_table(catalog, table, matrix, options, key_array, progress)
@@ -107,12 +117,15 @@ def tables(root: Root, json: Json = False) -> None:
     """
     catalog = Catalog(root)
     listing = [
-        {"table": name, "current": catalog.current(name), "versions": catalog.versions(name)} for name in catalog.tables()
+        {"table": name, "current": catalog.current(name), "versions": catalog.versions(name)}
+        for name in catalog.tables()
     ]
     if json:
         print_json(listing)
     elif not listing:
-        console.print(f"no tables in {root}; make one with: embedserve import FILE --root {root} --table NAME --publish")
+        console.print(
+            f"no tables in {root}; make one with: embedserve import FILE --root {root} --table NAME --publish"
+        )
     else:
         rows = [(t["table"], t["current"] or "not published", ", ".join(t["versions"] or [])) for t in listing]
         print_table(str(root), ("table", "current", "versions"), rows)

@@ -38,7 +38,9 @@ def demo(
     Example: `embedserve demo --root demo-catalog`
     """
     ratings = load_ratings()
-    console.print(f"[bold]1. Train[/] {DIM}-dim factors from {len(ratings.stars):,} ratings of {len(ratings.user_ids)} users and {len(ratings.item_ids):,} films")
+    console.print(
+        f"[bold]1. Train[/] {DIM}-dim factors from {len(ratings.stars):,} ratings of {len(ratings.user_ids)} users and {len(ratings.item_ids):,} films"
+    )
     users, items = train(ratings, DIM)
 
     console.print("[bold]2. Import, quantise and publish[/]")
@@ -50,9 +52,14 @@ def demo(
     with ServerProcess(root) as server, Client(server.address) as client:
         console.print(f"   listening on {server.address}")
         rows = client.lookup("items", ratings.item_ids[:3])
-        console.print(f"   lookup items {ratings.item_ids[:3].tolist()}: {np.array2string(rows.values[:, :4], precision=3, separator=', ')} …", highlight=False)
+        console.print(
+            f"   lookup items {ratings.item_ids[:3].tolist()}: {np.array2string(rows.values[:, :4], precision=3, separator=', ')} …",
+            highlight=False,
+        )
         _recommend(client, ratings)
-        console.print(f"[bold]4. Load[/]: {LOAD_CALLERS} callers in a closed loop, {LOAD_IDS} random ids a lookup, for {seconds:g} s")
+        console.print(
+            f"[bold]4. Load[/]: {LOAD_CALLERS} callers in a closed loop, {LOAD_IDS} random ids a lookup, for {seconds:g} s"
+        )
         latencies = _load(server.address, ratings.item_ids, seconds)
 
     recall = recall_at_k(items, Artifact(root / "items" / manifest.version).native_table(), users, Metric.IP, 10)
@@ -84,7 +91,9 @@ def _publish(catalog: Catalog, table: str, factors: npt.NDArray[np.float32], ids
         with progress_bar(f"import {table}", len(ids)) as progress:
             manifest = import_table(catalog, table, matrix, ImportOptions(), keys, progress)
     catalog.publish(table, manifest.version)
-    console.print(f"   {table} {manifest.version}: {manifest.rows:,} rows, cosine to FP32 {manifest.quality.mean_cosine:.6f}")
+    console.print(
+        f"   {table} {manifest.version}: {manifest.rows:,} rows, cosine to FP32 {manifest.quality.mean_cosine:.6f}"
+    )
     return manifest
 
 
@@ -94,7 +103,10 @@ def _recommend(client: Client, ratings: Ratings) -> None:
     seen = [ratings.rated_by(int(place)) for place in places]
     best = client.topk("items", query_ids=SHOWN_USERS, query_table="users", k=5, exclude_each=seen)
     for user, films, ids in zip(SHOWN_USERS, seen, best.ids, strict=True):
-        console.print(f"   for user {user}, who rated {len(films)} films: " + "; ".join(titles[int(i)] for i in ids), highlight=False)
+        console.print(
+            f"   for user {user}, who rated {len(films)} films: " + "; ".join(titles[int(i)] for i in ids),
+            highlight=False,
+        )
 
 
 def _load(address: str, ids: npt.NDArray[np.int64], seconds: float) -> npt.NDArray[np.float64]:

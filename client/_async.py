@@ -79,7 +79,9 @@ class AsyncClient:
         """Several tables in one call; fails as a whole if one of them does."""
         options = LookupOptions(output=output, on_missing=on_missing)
         ids = {table: messages.ids_array(wanted) for table, wanted in ids_by_table.items()}
-        batch = wire_pb2.LookupBatchRequest(requests=[messages.lookup_request(table, ids[table], options) for table in ids])
+        batch = wire_pb2.LookupBatchRequest(
+            requests=[messages.lookup_request(table, ids[table], options) for table in ids]
+        )
         answer = await self._call(self._lookup_batch, batch.SerializeToString(), timeout_s)
         responses = wire_pb2.LookupBatchResponse.FromString(answer).responses
         return {
@@ -119,7 +121,18 @@ class AsyncClient:
         be answered; min_score: the least score that is.
         """
         request, _ = messages.topk_request(
-            table, vectors, query_ids, query_table, k, exclude, exclude_each, allow, min_score, exact, version, include_vectors
+            table,
+            vectors,
+            query_ids,
+            query_table,
+            k,
+            exclude,
+            exclude_each,
+            allow,
+            min_score,
+            exact,
+            version,
+            include_vectors,
         )
         return messages.topk_result(await self._call(self._topk, request, timeout_s), k, include_vectors)
 

@@ -13,7 +13,9 @@ class ServiceError(Exception):
     try again, under overload.
     """
 
-    def __init__(self, code: grpc.StatusCode, message: str, field: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, code: grpc.StatusCode, message: str, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message

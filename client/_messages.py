@@ -115,7 +115,9 @@ def lookup_result(response: Any, rows: int, output: OutputName) -> LookupResult:
     )
 
 
-def lookup_exchange(table: str, ids: npt.NDArray[np.int64], options: LookupOptions) -> Generator[bytes, bytes, LookupResult]:
+def lookup_exchange(
+    table: str, ids: npt.NDArray[np.int64], options: LookupOptions
+) -> Generator[bytes, bytes, LookupResult]:
     """Yields requests, takes their answers, returns the result; a failed call is thrown in as ServiceError.
 
     More ids than one answer should carry are asked for in parts, all of the version that answered the
@@ -123,7 +125,11 @@ def lookup_exchange(table: str, ids: npt.NDArray[np.int64], options: LookupOptio
     """
     if options.pooling != "none":
         answer = yield lookup_request(table, ids, options).SerializeToString()
-        return lookup_result(wire_pb2.LookupResponse.FromString(answer), int(np.size(options.offsets)) if options.offsets is not None else 0, options.output)
+        return lookup_result(
+            wire_pb2.LookupResponse.FromString(answer),
+            int(np.size(options.offsets)) if options.offsets is not None else 0,
+            options.output,
+        )
     parts: list[LookupResult] = []
     at, size, version = 0, FIRST_IDS, options.version
     while at < len(ids) or not parts:
@@ -131,7 +137,11 @@ def lookup_exchange(table: str, ids: npt.NDArray[np.int64], options: LookupOptio
         try:
             answer = yield lookup_request(table, part, options, version).SerializeToString()
         except ServiceError as error:
-            if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or error.retry_after_s is not None or len(part) <= 1:
+            if (
+                error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED
+                or error.retry_after_s is not None
+                or len(part) <= 1
+            ):
                 raise
             size = len(part) // 2
             continue
@@ -154,7 +164,9 @@ def _joined(parts: list[LookupResult]) -> LookupResult:
         version=parts[0].version,
         tiers={name: sum(p.tiers[name] for p in parts) for name in parts[0].tiers},
         degraded=any(p.degraded for p in parts),
-        degraded_positions=np.concatenate([p.degraded_positions + start for p, start in zip(parts, starts, strict=True)]),
+        degraded_positions=np.concatenate(
+            [p.degraded_positions + start for p, start in zip(parts, starts, strict=True)]
+        ),
     )
 
 

@@ -24,7 +24,12 @@ class Filter:
 
 
 def exact_topk(
-    table: _native.Table, keys: npt.NDArray[np.int64] | None, metric: Metric, queries: npt.NDArray[np.float32], k: int, filter: Filter
+    table: _native.Table,
+    keys: npt.NDArray[np.int64] | None,
+    metric: Metric,
+    queries: npt.NDArray[np.float32],
+    k: int,
+    filter: Filter,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Positions [Q, k], scores [Q, k] and counts [Q] of the best rows for queries [Q, dim], best first.
 

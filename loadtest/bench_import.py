@@ -47,7 +47,9 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
         say(f"writing {rows:,} rows x {DIM} of FP32")
         _write_source(source, rows)
         gigabytes = rows * DIM * 4 / 1e9
-        one, all_cores, peaks = [], [], []
+        one: list[float] = []
+        all_cores: list[float] = []
+        peaks: list[float] = []
         peers: dict[str, list[float]] = {name: [] for name in _peers()}
         for number in range(1 if quick else ROUNDS):
             for rates, cores in ((one, {cpus[0]}), (all_cores, set(cpus))):
@@ -56,12 +58,19 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
                 peaks.append(peak_mb)
             for name, quantise in _peers().items():
                 peers[name].append(_peer_rate(quantise))
-            say(f"round {number + 1}: {one[-1]:.2f} GB/s on one core, {all_cores[-1]:.2f} on {len(cpus)}, peak {peaks[-1]:.0f} MB")
+            say(
+                f"round {number + 1}: {one[-1]:.2f} GB/s on one core, {all_cores[-1]:.2f} on {len(cpus)}, peak {peaks[-1]:.0f} MB"
+            )
         Catalog(catalog).publish("t")
         opened_s = _open_and_answer(catalog, rows)
-    figures = [Figure("import, 1 core", statistics.median(one), "GB/s", name, statistics.median(r)) for name, r in peers.items()]
+    figures = [
+        Figure("import, 1 core", statistics.median(one), "GB/s", name, statistics.median(r))
+        for name, r in peers.items()
+    ]
     figures.append(Figure("import, 1 core", statistics.median(one), "GB/s", "target", 1.0))
-    figures.append(Figure(f"import, {len(cpus)} cores", statistics.median(all_cores), "GB/s", "1 core", statistics.median(one)))
+    figures.append(
+        Figure(f"import, {len(cpus)} cores", statistics.median(all_cores), "GB/s", "1 core", statistics.median(one))
+    )
     figures.append(Figure("peak memory", max(peaks), "MB", "limit", PEAK_LIMIT_MB, lower_is_better=True))
     figures.append(Figure(f"open {rows:,} rows and answer", opened_s, "s", "limit", OPEN_LIMIT_S, lower_is_better=True))
     return figures
@@ -123,5 +132,7 @@ def _peers() -> dict[str, Quantise]:
         import torch
 
         torch.set_num_threads(1)
-        peers["torch byte_prepack, in memory"] = lambda values: torch.ops.quantized.embedding_bag_byte_prepack(torch.from_numpy(values))
+        peers["torch byte_prepack, in memory"] = lambda values: torch.ops.quantized.embedding_bag_byte_prepack(
+            torch.from_numpy(values)
+        )
     return peers

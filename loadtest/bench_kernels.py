@@ -38,11 +38,13 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
     """Million rows a second of one core, medians; at 4,096 ids also of two."""
     for module in ("torch", "fbgemm_gpu"):
         if importlib.util.find_spec(module) is None:
-            say(f"{module} is not installed: its figures are left out (pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0)")
+            say(
+                f"{module} is not installed: its figures are left out (pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0)"
+            )
     figures: list[Figure] = []
     table_bytes = QUICK_BYTES if quick else TABLE_BYTES
     for row_type in (RowType.INT8, RowType.INT4):
-        for dim in DIMS:
+        for dim in DIMS[1:2] if quick else DIMS:
             figures += _one_format(row_type, dim, table_bytes, quick, say)
             gc.collect()
     return figures
@@ -54,9 +56,13 @@ def _one_format(row_type: RowType, dim: int, table_bytes: int, quick: bool, say:
     rows = huge_array(n_rows * stride).reshape(n_rows, stride)
     _fill(rows, _encoded_tile(row_type, dim, stride))
     table = _native.Table(rows, dim, row_type.native, False)
-    peers = {"numpy": _numpy_peer(rows, row_type, dim), **_torch_peer(row_type, dim, n_rows), **_fbgemm_peer(rows, row_type, dim)}
+    peers = {
+        "numpy": _numpy_peer(rows, row_type, dim),
+        **_torch_peer(row_type, dim, n_rows),
+        **_fbgemm_peer(rows, row_type, dim),
+    }
     figures = []
-    for n in N_IDS:
+    for n in N_IDS[:2] if quick else N_IDS:
         out = huge_array(4 * dim * n)
 
         def ours(ids: npt.NDArray[np.int64], out: Any = out) -> object:
@@ -76,7 +82,9 @@ def _one_format(row_type: RowType, dim: int, table_bytes: int, quick: bool, say:
             one, two = _two_cores(table, dim, n, n_rows)
             one_floor, two_floor = _two_cores(table, dim, n, n_rows, floor=True)
             figures.append(Figure(f"{name}, 2 cores", two, "M rows/s", "1 core", one))
-            figures.append(Figure(f"{name}, 2 cores of the floor", two_floor, "M rows/s", "1 core of the floor", one_floor))
+            figures.append(
+                Figure(f"{name}, 2 cores of the floor", two_floor, "M rows/s", "1 core of the floor", one_floor)
+            )
             line += f"; two cores {two / one:.2f}x (floor {two_floor / one_floor:.2f}x)"
         say(line)
     return figures
@@ -118,7 +126,7 @@ def _two_cores(table: _native.Table, dim: int, n: int, n_rows: int, floor: bool 
                 worker.start()
             for worker in workers:
                 worker.join()
-            rates[cores].append(cores * calls * n / max(spent) / 1e6)
+            rates[cores].append(cores * calls * n / max(spent[:]) / 1e6)
     return statistics.median(rates[1]), statistics.median(rates[2])
 
 
@@ -162,13 +170,19 @@ def _torch_peer(row_type: RowType, dim: int, n_rows: int) -> dict[str, Contender
 
     torch.set_num_threads(1)
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((TILE_ROWS, dim), np.float32))
-    pack = torch.ops.quantized.embedding_bag_byte_prepack if row_type is RowType.INT8 else torch.ops.quantized.embedding_bag_4bit_prepack
+    pack = (
+        torch.ops.quantized.embedding_bag_byte_prepack
+        if row_type is RowType.INT8
+        else torch.ops.quantized.embedding_bag_4bit_prepack
+    )
     tile = pack(values).numpy()
     weights = huge_array(n_rows * tile.shape[1]).reshape(n_rows, tile.shape[1])
     _fill(weights, tile)
     packed = torch.from_numpy(weights)
     bag = torch.ops.quantized
-    operator = bag.embedding_bag_byte_rowwise_offsets if row_type is RowType.INT8 else bag.embedding_bag_4bit_rowwise_offsets
+    operator = (
+        bag.embedding_bag_byte_rowwise_offsets if row_type is RowType.INT8 else bag.embedding_bag_4bit_rowwise_offsets
+    )
     offsets = {n: torch.arange(n) for n in N_IDS}
 
     def gather(ids: npt.NDArray[np.int64]) -> object:
@@ -186,7 +200,9 @@ def _fbgemm_peer(rows: npt.NDArray[np.uint8], row_type: RowType, dim: int) -> di
 
     sparse_type = {RowType.INT8: 2, RowType.INT4: 3}[row_type]  # fbgemm_gpu.split_embedding_configs.SparseType
     weights = torch.from_numpy(rows.reshape(-1))
-    on_host = torch.tensor([3], dtype=torch.int32)  # fbgemm_gpu.split_table_batched_embeddings_ops_common.EmbeddingLocation.HOST
+    on_host = torch.tensor(
+        [3], dtype=torch.int32
+    )  # fbgemm_gpu.split_table_batched_embeddings_ops_common.EmbeddingLocation.HOST
     dims = torch.tensor([0, dim], dtype=torch.int32)
     offsets = {n: torch.arange(n + 1, dtype=torch.int64) for n in N_IDS}
     operator = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function

@@ -28,7 +28,7 @@ CASES = (("256 ids, FLOAT16", 256, "float16"), ("256 ids, FLOAT32", 256, "float3
 
 def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
     """Requests a second, medians of alternating rounds."""
-    rows, rounds, seconds = (10_000, 2, 0.5) if quick else (1_000_000, 9, 2.0)
+    rows, rounds, seconds = (10_000, 2, 1) if quick else (1_000_000, 9, 2)
     cpus = sorted(os.sched_getaffinity(0))
     server_cpus, load_cpus = ({cpus[0]}, {cpus[1]}) if len(cpus) > 1 else (None, None)
     say(f"generator: {generators.name()}, {CALLERS} outstanding; server on core {server_cpus}, {rows:,} rows x {DIM}")
@@ -55,6 +55,8 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
                 finally:
                     finish(echo)
                 name = f"{label} ({answer_bytes:,} B)"
-                figures.append(Figure(name, statistics.median(ours), "requests/s", "grpcio echo", statistics.median(bare)))
+                figures.append(
+                    Figure(name, statistics.median(ours), "requests/s", "grpcio echo", statistics.median(bare))
+                )
                 say(f"{name}: {figures[-1].ratio:.2f} of the echo")
     return figures

@@ -1,6 +1,6 @@
 """A bare grpcio server that answers every unary call with the same bytes: what the front end costs by itself.
 
-    python -m embedserve.loadtest.echo BYTES THREADS
+python -m embedserve.loadtest.echo BYTES THREADS
 """
 
 from __future__ import annotations

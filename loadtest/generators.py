@@ -1,6 +1,6 @@
 """Closed-loop load on one unary method from a process of its own: h2load when it is on PATH, else grpcio.
 
-    python -m embedserve.loadtest.generators HOST:PORT METHOD REQUEST_FILE CALLERS SECONDS     (the grpcio one)
+python -m embedserve.loadtest.generators HOST:PORT METHOD REQUEST_FILE CALLERS SECONDS     (the grpcio one)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def name() -> str:
     return "h2load" if shutil.which("h2load") else "grpcio client"
 
 
-def rate(address: str, method: str, request: bytes, callers: int, seconds: float, cpus: set[int] | None) -> float:
+def rate(address: str, method: str, request: bytes, callers: int, seconds: int, cpus: set[int] | None) -> float:
     """Successful requests a second with `callers` always outstanding. Raises RuntimeError if any request fails."""
     with tempfile.NamedTemporaryFile() as file:
         if name() == "h2load":
@@ -30,7 +30,16 @@ def rate(address: str, method: str, request: bytes, callers: int, seconds: float
             return _h2load(address, method, file.name, callers, seconds, cpus)
         file.write(request)
         file.flush()
-        command = [sys.executable, "-m", "embedserve.loadtest.generators", address, method, file.name, str(callers), str(seconds)]
+        command = [
+            sys.executable,
+            "-m",
+            "embedserve.loadtest.generators",
+            address,
+            method,
+            file.name,
+            str(callers),
+            str(seconds),
+        ]
         return float(_run(command, cpus))
 
 
@@ -42,10 +51,10 @@ def _run(command: list[str], cpus: set[int] | None) -> str:
     return done.stdout
 
 
-def _h2load(address: str, method: str, file: str, callers: int, seconds: float, cpus: set[int] | None) -> float:
+def _h2load(address: str, method: str, file: str, callers: int, seconds: int, cpus: set[int] | None) -> float:
     connections = min(4, callers)
     output = _run(
-        ["h2load", f"--duration={seconds:g}", f"--clients={connections}", f"--max-concurrent-streams={callers // connections}", "--threads=1",
+        ["h2load", f"--duration={seconds}", f"--clients={connections}", f"--max-concurrent-streams={callers // connections}", "--threads=1",
          f"--data={file}", "--header=content-type: application/grpc", "--header=te: trailers", f"http://{address}{method}"],
         cpus,
     )  # fmt: skip
@@ -56,13 +65,21 @@ def _h2load(address: str, method: str, file: str, callers: int, seconds: float, 
 
 
 def main() -> None:
-    address, method, file, callers, seconds = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
+    address, method, file, callers, seconds = (
+        sys.argv[1],
+        sys.argv[2],
+        sys.argv[3],
+        int(sys.argv[4]),
+        float(sys.argv[5]),
+    )
     request = Path(file).read_bytes()
     counts = [0] * callers
     end = time.perf_counter() + seconds
 
     def caller(number: int) -> None:
-        with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]) as channel:
+        with grpc.insecure_channel(
+            address, [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        ) as channel:
             call = channel.unary_unary(method)
             while time.perf_counter() < end:
                 call(request)

@@ -28,7 +28,7 @@ class Ratings:
 
     def rated_by(self, user: int) -> npt.NDArray[np.int64]:
         """Item ids a user has rated."""
-        return self.item_ids[self.items[self.users == user]]
+        return np.asarray(self.item_ids[self.items[self.users == user]])
 
 
 def load_ratings() -> Ratings:
@@ -49,7 +49,7 @@ def train(ratings: Ratings, dim: int = 64, rounds: int = 6) -> tuple[npt.NDArray
     generator = np.random.default_rng(7)
     users = generator.normal(0, 0.1, (len(ratings.user_ids), dim)).astype(np.float32)
     items = generator.normal(0, 0.1, (len(ratings.item_ids), dim)).astype(np.float32)
-    weights = CONFIDENCE * ratings.stars / 5
+    weights = (CONFIDENCE * ratings.stars / 5).astype(np.float32)
     for _ in range(rounds):
         users = _solve(items, ratings.users, ratings.items, weights, len(users))
         items = _solve(users, ratings.items, ratings.users, weights, len(items))

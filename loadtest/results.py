@@ -37,10 +37,19 @@ class Figure:
 
 def print_figures(name: str, figures: list[Figure]) -> None:
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    table = Table(title=f"bench {name} · {when} · {platform.machine()}, kernels {_native.kernels()}", title_justify="left")
+    table = Table(
+        title=f"bench {name} · {when} · {platform.machine()}, kernels {_native.kernels()}", title_justify="left"
+    )
     for column in ("name", "ours", "unit", "peer", "peer_value", "ratio"):
         table.add_column(column, justify="left" if column in ("name", "unit", "peer") else "right", no_wrap=True)
     for figure in figures:
-        table.add_row(figure.name, f"{figure.ours:,.2f}", figure.unit, figure.peer, f"{figure.peer_value:,.2f}", f"{figure.ratio:.2f}")
+        table.add_row(
+            figure.name,
+            f"{figure.ours:,.2f}",
+            figure.unit,
+            figure.peer,
+            f"{figure.peer_value:,.2f}",
+            f"{figure.ratio:.2f}",
+        )
     console = Console()
     console.print(table, width=max(console.width, 110))

@@ -19,7 +19,14 @@ class ServerProcess:
     address, admin_address: "host:port" once entered. cpus: pins the process.
     """
 
-    def __init__(self, root: Path, *flags: str, cpus: set[int] | None = None, env: dict[str, str] | None = None, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *flags: str,
+        cpus: set[int] | None = None,
+        env: dict[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
         self._command = [sys.executable, "-m", "embedserve.cli.run", "serve", "--root", str(root)]
         for flag in ("--port", "--admin-port"):
             if flag not in flags:
@@ -43,7 +50,9 @@ class ServerProcess:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_TIMEOUT_S)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         finish(self.process)
 
 
@@ -52,7 +61,9 @@ def start(
 ) -> tuple[subprocess.Popen[str], str]:
     """Starts a server that prints one line `listening …` and returns it with that line. Raises RuntimeError if it ends first."""
     with open(log or os.devnull, "a") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(env or {})})
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(env or {})}
+        )
     if cpus:
         os.sched_setaffinity(process.pid, cpus)
     assert process.stdout

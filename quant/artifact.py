@@ -171,7 +171,12 @@ class Artifact:
         """The kernels' view of this version, over `rows` if given (a copy elsewhere in memory)."""
         fmt = self.manifest.format
         return _native.Table(
-            self.rows if rows is None else rows, fmt.dim, fmt.type.native, fmt.wide, self.key_index, self.manifest.key_seed
+            self.rows if rows is None else rows,
+            fmt.dim,
+            fmt.type.native,
+            fmt.wide,
+            self.key_index,
+            self.manifest.key_seed,
         )
 
 
@@ -220,7 +225,9 @@ class ArtifactWriter:
     def __enter__(self) -> ArtifactWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._syncer.shutdown()
         if self._file >= 0:
             os.close(self._file)
@@ -266,7 +273,9 @@ class ArtifactWriter:
         os.fsync(self._file)
         files = {ROWS_FILE: {"bytes": self._size, "sha256": self._digest.hexdigest()}}
         created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        document = Manifest.model_validate({**manifest, "schema": SCHEMA, "version": version, "created": created, "files": files})
+        document = Manifest.model_validate(
+            {**manifest, "schema": SCHEMA, "version": version, "created": created, "files": files}
+        )
         write_durably(self._directory / MANIFEST, document.model_dump_json(by_alias=True, indent=1).encode() + b"\n")
         os.fsync(self._lock)
         final = self._table_directory / version

@@ -1,7 +1,7 @@
 """A directory of tables and their versions.
 
-    ROOT/TABLE/CURRENT       one line: the current version; replaced atomically
-    ROOT/TABLE/VERSION/      an artifact (artifact.py)
+ROOT/TABLE/CURRENT       one line: the current version; replaced atomically
+ROOT/TABLE/VERSION/      an artifact (artifact.py)
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _TIME_NAME = re.compile(r"\d{8}T\d{6}Z")
 def check_table_name(table: str) -> str:
     """Returns the name, or raises InvalidArgument: letters, digits, - and _ only, so that it is one folder's name."""
     if not TABLE_NAME.fullmatch(table):
-        raise InvalidArgument("table", f"{table[:200]!r} is no table name; allowed are 1 to 128 letters, digits, '-' and '_'")
+        raise InvalidArgument(
+            "table", f"{table[:200]!r} is no table name; allowed are 1 to 128 letters, digits, '-' and '_'"
+        )
     return table
 
 
@@ -46,7 +48,9 @@ class Catalog:
         if not self.root.is_dir():
             return []
         return sorted(
-            entry.name for entry in self.root.iterdir() if TABLE_NAME.fullmatch(entry.name) and self.versions(entry.name)
+            entry.name
+            for entry in self.root.iterdir()
+            if TABLE_NAME.fullmatch(entry.name) and self.versions(entry.name)
         )
 
     def versions(self, table: str) -> list[str]:
@@ -54,7 +58,9 @@ class Catalog:
         directory = self.root / check_table_name(table)
         if not directory.is_dir():
             return []
-        return sorted(e.name for e in directory.iterdir() if VERSION_NAME.fullmatch(e.name) and (e / MANIFEST).is_file())
+        return sorted(
+            e.name for e in directory.iterdir() if VERSION_NAME.fullmatch(e.name) and (e / MANIFEST).is_file()
+        )
 
     def current(self, table: str) -> str | None:
         """The published version's name, or None before the first publish. Raises ArtifactError on a damaged CURRENT."""

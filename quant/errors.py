@@ -1,16 +1,16 @@
 """Every error of the project, and the gRPC code each becomes.
 
-    EmbedserveError
-    ├── InvalidArgument      INVALID_ARGUMENT      a request's field: which, what was given, what is allowed
-    ├── NotFound             NOT_FOUND             a table or version; lists what exists
-    ├── FailedPrecondition   FAILED_PRECONDITION   the table cannot do that
-    ├── ResourceExhausted    RESOURCE_EXHAUSTED    a limit; overload, with a time to retry after
-    ├── DeadlineExceeded     DEADLINE_EXCEEDED     too late before work was begun
-    ├── Unavailable          UNAVAILABLE           draining
-    ├── Unauthenticated      UNAUTHENTICATED       no token, or a wrong one
-    ├── ArtifactError        DATA_LOSS             a version's files are damaged, foreign or incomplete
-    ├── SourceError          INVALID_ARGUMENT      what was to be imported cannot be
-    └── ConfigError          INVALID_ARGUMENT      a configuration that cannot be served
+EmbedserveError
+├── InvalidArgument      INVALID_ARGUMENT      a request's field: which, what was given, what is allowed
+├── NotFound             NOT_FOUND             a table or version; lists what exists
+├── FailedPrecondition   FAILED_PRECONDITION   the table cannot do that
+├── ResourceExhausted    RESOURCE_EXHAUSTED    a limit; overload, with a time to retry after
+├── DeadlineExceeded     DEADLINE_EXCEEDED     too late before work was begun
+├── Unavailable          UNAVAILABLE           draining
+├── Unauthenticated      UNAUTHENTICATED       no token, or a wrong one
+├── ArtifactError        DATA_LOSS             a version's files are damaged, foreign or incomplete
+├── SourceError          INVALID_ARGUMENT      what was to be imported cannot be
+└── ConfigError          INVALID_ARGUMENT      a configuration that cannot be served
 """
 
 from __future__ import annotations

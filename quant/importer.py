@@ -198,7 +198,9 @@ class _Import:
             row, column, value = chunk.first + bad, chunk.report["bad_column"], chunk.report["bad_value"]
             where = f"{self.source.path}: key {self._key_at(row)} (row {row}), column {column}"
             if np.isfinite(value):
-                raise SourceError(f"{where}: {value:g} does not fit {self.format.type.value} rows; import with --bits 32")
+                raise SourceError(
+                    f"{where}: {value:g} does not fit {self.format.type.value} rows; import with --bits 32"
+                )
             raise SourceError(f"{where}: is {value}; mend the source, or store 0 for such values with --nonfinite zero")
         if wide >= 0:
             raise _NeedsWideRows

@@ -46,5 +46,5 @@ def build(
             raise SourceError(f"key {key} appears twice, at rows {a} and {b}; keys must be distinct")
         if part.overflowed:
             return False
-        write(memoryview(buckets))
+        write(buckets.data)
     return True

@@ -54,26 +54,34 @@ class RowSample:
         return {"recall_at_10": recall, "recall_queries": len(queries), "recall_rows": len(values)}
 
 
-def exact_scores(queries: npt.NDArray[np.float32], values: npt.NDArray[np.float32], metric: Metric) -> npt.NDArray[np.float32]:
+def exact_scores(
+    queries: npt.NDArray[np.float32], values: npt.NDArray[np.float32], metric: Metric
+) -> npt.NDArray[np.float32]:
     """FP32 scores [Q, rows] of unquantised rows."""
     scores = queries @ values.T
     if metric is Metric.L2:
         return np.asarray(2 * scores - np.square(values).sum(1)[None, :] - np.square(queries).sum(1)[:, None])
     if metric is Metric.COSINE:
         norms = np.linalg.norm(queries, axis=1)[:, None] * np.linalg.norm(values, axis=1)[None, :]
-        return np.divide(scores, norms, out=np.zeros_like(scores), where=norms > 0)
-    return scores
+        return np.asarray(np.divide(scores, norms, out=np.zeros_like(scores), where=norms > 0))
+    return np.asarray(scores)
 
 
 def native_topk(
-    table: _native.Table, queries: npt.NDArray[np.float32], metric: Metric, k: int, own: npt.NDArray[np.int64] | None = None
+    table: _native.Table,
+    queries: npt.NDArray[np.float32],
+    metric: Metric,
+    k: int,
+    own: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
     """Positions [Q, k] of the best stored rows, each query's own row left out when `own` [Q] is given."""
     n = len(queries)
     positions, scores, counts = np.zeros((n, k), np.int64), np.zeros((n, k), np.float32), np.zeros(n, np.int64)
     excluded = np.empty(0, np.int64) if own is None else own
     spans = np.zeros(n + 1, np.int64) if own is None else np.arange(n + 1)
-    table.topk(np.ascontiguousarray(queries), metric.native, None, None, excluded, spans, None, positions, scores, counts)
+    table.topk(
+        np.ascontiguousarray(queries), metric.native, None, None, excluded, spans, None, positions, scores, counts
+    )
     return positions
 
 

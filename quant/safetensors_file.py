@@ -39,7 +39,9 @@ class Tensor:
         return n
 
 
-def build_header(tensors: dict[str, tuple[str, tuple[int, ...]]], alignment: int = 64) -> tuple[bytes, dict[str, Tensor]]:
+def build_header(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], alignment: int = 64
+) -> tuple[bytes, dict[str, Tensor]]:
     """The header for arrays laid end to end in the order given, padded so that data begins aligned."""
     entries, placed, at = {}, {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -63,7 +65,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise SafetensorsError("truncated: shorter than a header")
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES or 8 + length > size:
-            raise SafetensorsError(f"not a safetensors file, or truncated: header of {length} bytes in a file of {size}")
+            raise SafetensorsError(
+                f"not a safetensors file, or truncated: header of {length} bytes in a file of {size}"
+            )
         body = file.read(length)
     try:
         entries = json.loads(body)

@@ -29,7 +29,17 @@ BFLOAT16 = "bfloat16"
 CHUNK_BYTES = 4 << 20
 MAPPED_BYTES = 64 << 20
 # What zipfile raises on bytes that are no zip file, or no longer one.
-DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, RuntimeError, EOFError, lzma.LZMAError, OSError)
+DAMAGED_ZIP = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    EOFError,
+    lzma.LZMAError,
+    OSError,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class StoredArray:
         return columns.T
 
     def _read_into(self, file: IO[bytes], array: npt.NDArray[Any]) -> None:
-        view = memoryview(array.reshape(-1).view(np.uint8))
+        view = array.reshape(-1).view(np.uint8).data
         while view:
             try:
                 n = file.readinto(view)  # type: ignore[attr-defined]
@@ -127,7 +137,7 @@ def to_float32(array: StoredArray, rows: npt.NDArray[Any]) -> npt.NDArray[np.flo
 
 def _open_data(array: StoredArray) -> IO[bytes]:
     if array.member is None:
-        file = open(array.path, "rb", buffering=0)
+        file: IO[bytes] = open(array.path, "rb", buffering=0)  # noqa: SIM115 (closed by the caller)
         file.seek(array.offset)
         return file
     try:
@@ -161,7 +171,9 @@ def _npy_array(file: IO[bytes], path: Path, label: str, nbytes: int, member: str
         raise SourceError(f"{label}: not a .npy array: {error}") from None
     if dtype.hasobject:
         raise SourceError(f"{label}: holds Python objects, which are never unpickled; save plain floats")
-    array = StoredArray(path, tuple(shape), dtype, fortran=fortran and len(shape) > 1, offset=offset + header_bytes, member=member)
+    array = StoredArray(
+        path, tuple(shape), dtype, fortran=fortran and len(shape) > 1, offset=offset + header_bytes, member=member
+    )
     expected = header_bytes + (array.nbytes if shape else dtype.itemsize)
     if nbytes != expected:
         raise SourceError(f"{label}: truncated or damaged: its header promises {expected} bytes, there are {nbytes}")
@@ -239,7 +251,9 @@ def _arrays(spec: str) -> tuple[dict[str, StoredArray], str | None]:
     if not path.is_file():
         raise SourceError(f"{path}: no such file")
     if path.suffix not in OPENERS:
-        raise SourceError(f"{path}: cannot import {path.suffix or 'a file without a suffix'}; know {', '.join(OPENERS)}")
+        raise SourceError(
+            f"{path}: cannot import {path.suffix or 'a file without a suffix'}; know {', '.join(OPENERS)}"
+        )
     return OPENERS[path.suffix](path), name
 
 
@@ -278,7 +292,12 @@ def open_keys(spec: str, n_rows: int) -> StoredArray:
 def key_chunks(keys: StoredArray) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """Yields (first row, keys [n] int64). Raises SourceError on a key past int64."""
     for first, chunk in keys.chunks():
-        if chunk.dtype.kind == "u" and chunk.dtype.itemsize == 8 and chunk.size and chunk.max() > np.iinfo(np.int64).max:
+        if (
+            chunk.dtype.kind == "u"
+            and chunk.dtype.itemsize == 8
+            and chunk.size
+            and chunk.max() > np.iinfo(np.int64).max
+        ):
             row = first + int(np.argmax(chunk > np.iinfo(np.int64).max))
             raise SourceError(f"{keys.path}: key at row {row} is past 2^63 - 1; keys are int64")
         yield first, np.require(chunk, np.int64, ["C", "A"])

@@ -33,7 +33,8 @@ class Admin:
 
     def get_stats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
         methods = [
-            admin_pb2.MethodStats(method=name, handled=s.handled, failed=s.failed, rows=s.rows) for name, s in self._stats.items()
+            admin_pb2.MethodStats(method=name, handled=s.handled, failed=s.failed, rows=s.rows)
+            for name, s in self._stats.items()
         ]
         uptime_s = time.monotonic() - self._started
         return admin_pb2.GetStatsResponse(

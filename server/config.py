@@ -34,7 +34,9 @@ class ServerConfig(BaseSettings):
 
     root: Path = Field(description="catalog directory")
     tables: tuple[str, ...] = Field((), description="tables to serve; empty: every table with a published version")
-    keep_versions: int = Field(2, ge=1, le=100, description="newest versions of each table to keep open for pins, the current one included")
+    keep_versions: int = Field(
+        2, ge=1, le=100, description="newest versions of each table to keep open for pins, the current one included"
+    )
 
     host: str = Field("127.0.0.1", description="address to listen on; loopback until you decide otherwise")
     port: int = Field(50051, ge=0, le=65535, description="port of EmbeddingService; 0 picks a free one")
@@ -54,7 +56,9 @@ class ServerConfig(BaseSettings):
     tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key, turns TLS on for both ports")
     tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
     tls_client_ca: Path | None = Field(None, description="PEM roots that client certificates must chain to (mTLS)")
-    auth_tokens: Path | None = Field(None, description="file of bearer tokens, one a line, any of which admits a caller")
+    auth_tokens: Path | None = Field(
+        None, description="file of bearer tokens, one a line, any of which admits a caller"
+    )
     admin_tokens: Path | None = Field(None, description="the same for AdminService, separate from auth_tokens")
 
     drain_s: float = Field(10.0, ge=0, description="how long requests in flight may take after SIGTERM")
@@ -90,7 +94,9 @@ def load_config(file: Path | None = None, flags: dict[str, Any] | None = None) -
         where = ".".join(str(part) for part in first["loc"]) or "configuration"
         if first["type"] == "missing":
             flag = where.replace("_", "-")
-            raise ConfigError(f"{where}: not set; give --{flag}, {ENV_PREFIX}{where.upper()} or a line in --config") from None
+            raise ConfigError(
+                f"{where}: not set; give --{flag}, {ENV_PREFIX}{where.upper()} or a line in --config"
+            ) from None
         raise ConfigError(f"{where}: {first['msg']} (given: {first.get('input')!r})") from None
 
 

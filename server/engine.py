@@ -89,7 +89,9 @@ class Engine:
         catalog = Catalog(config.root)
         names = config.tables or tuple(name for name in catalog.tables() if catalog.current(name))
         if not names:
-            raise ConfigError(f"root: no published table in {config.root}; see `embedserve import --publish` and `embedserve publish`")
+            raise ConfigError(
+                f"root: no published table in {config.root}; see `embedserve import --publish` and `embedserve publish`"
+            )
         self.tables: Mapping[str, ServedTable] = {name: self._open(catalog, name) for name in names}
 
     def _open(self, catalog: Catalog, name: str) -> ServedTable:
@@ -113,5 +115,7 @@ class Engine:
             return served.current
         pinned = served.versions.get(version)
         if pinned is None:
-            raise NotFound(f"table {table!r} has no version {version[:200]!r} open; there is: {', '.join(served.versions)}")
+            raise NotFound(
+                f"table {table!r} has no version {version[:200]!r} open; there is: {', '.join(served.versions)}"
+            )
         return pinned

@@ -68,7 +68,9 @@ def _warn_if_open(config: ServerConfig) -> None:
     except ValueError:
         loopback = config.host == "localhost"
     if not loopback and config.auth_tokens is None and config.tls_client_ca is None:
-        log.warning("listening beyond this machine without tokens or client certificates: anyone who reaches it may ask")
+        log.warning(
+            "listening beyond this machine without tokens or client certificates: anyone who reaches it may ask"
+        )
     if not loopback and config.tls_cert is None:
         log.warning("listening beyond this machine without TLS: rows and tokens travel in the clear")
     if not loopback and config.admin_tokens is None:

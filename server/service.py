@@ -93,7 +93,9 @@ class Service:
         if on_missing == ERROR:
             raise _ids_not_found(request.table, ids, missing)
         if on_missing == DEFAULT and fill is None:
-            raise FailedPrecondition(f"the default row of {request.table!r} does not fit its row type; ask for another output")
+            raise FailedPrecondition(
+                f"the default row of {request.table!r} does not fit its row type; ask for another output"
+            )
         head_with_missing = _head(version.name, version.dim, n, missing, field, payload)
         answer = b"".join((head_with_missing, memoryview(message)[len(head) :]))
         if len(answer) > max_bytes:
@@ -104,7 +106,11 @@ class Service:
         """TopKRequest to TopKResponse; also the number of queries."""
         request = wire.parse(wire_pb2.TopKRequest, data)
         version = self._engine.resolve(request.table, request.version)
-        output = _output(request.include_vectors, "include_vectors", version) if request.HasField("include_vectors") else None
+        output = (
+            _output(request.include_vectors, "include_vectors", version)
+            if request.HasField("include_vectors")
+            else None
+        )
         if not 1 <= request.k <= self._limits.max_k:
             raise InvalidArgument("k", f"{request.k}; allowed are 1 to {self._limits.max_k} (max_k)")
         queries, missing = self._queries(request, version)
@@ -149,7 +155,9 @@ class Service:
             raise InvalidArgument("vectors", "give either vectors or query_ids" + (", not both" if vectors else ""))
         if vectors:
             if len(vectors) % (4 * dim):
-                raise InvalidArgument("vectors", f"{len(vectors) // 4} values are not a whole number of vectors of dim {dim}")
+                raise InvalidArgument(
+                    "vectors", f"{len(vectors) // 4} values are not a whole number of vectors of dim {dim}"
+                )
             queries = np.frombuffer(vectors, "<f4").reshape(-1, dim)
             finite = np.isfinite(queries).all(axis=1)
             if not finite.all():
@@ -174,7 +182,9 @@ class Service:
 
     def _filter(self, request: Any, version: ServedVersion, n_queries: int) -> Filter:
         if request.exclude_each and len(request.exclude_each) != n_queries:
-            raise InvalidArgument("exclude_each", f"{len(request.exclude_each)} lists for {n_queries} queries; give none, or one a query")
+            raise InvalidArgument(
+                "exclude_each", f"{len(request.exclude_each)} lists for {n_queries} queries; give none, or one a query"
+            )
         lists = [wire.joined(request.exclude, 8, "exclude"), wire.joined(request.allow, 8, "allow")]
         lists += [wire.joined(each.ids, 8, f"exclude_each[{i}]") for i, each in enumerate(request.exclude_each)]
         total = sum(map(len, lists)) // 8
@@ -187,7 +197,9 @@ class Service:
 
     @staticmethod
     def _too_many(field: str, given: int, limit: str, allowed: int) -> ResourceExhausted:
-        return ResourceExhausted(f"{field}: {given:,} in one request; {limit} is {allowed:,}: split the request, or raise it on the server")
+        return ResourceExhausted(
+            f"{field}: {given:,} in one request; {limit} is {allowed:,}: split the request, or raise it on the server"
+        )
 
     def _too_long(self, given: int, output: Output) -> ResourceExhausted:
         smaller = "" if output is Output.QUANTIZED else ", ask for a smaller output (FLOAT16, QUANTIZED)"
@@ -214,13 +226,17 @@ def _output(number: int, field: str, version: ServedVersion) -> Output:
     _check_enum(number, OUTPUT_NAMES, field)
     if number == Output.FLOAT16 and not version.fits_float16:
         largest = version.manifest.quality.max_abs
-        raise FailedPrecondition(f"{field}: table {version.manifest.table!r} has values up to {largest:g}, past FLOAT16; ask for BFLOAT16 or FLOAT32")
+        raise FailedPrecondition(
+            f"{field}: table {version.manifest.table!r} has values up to {largest:g}, past FLOAT16; ask for BFLOAT16 or FLOAT32"
+        )
     return OUTPUTS[number]
 
 
 def _check_enum(number: int, names: tuple[str, ...], field: str) -> None:
     if not 0 <= number < len(names):
-        raise InvalidArgument(field, f"{number}; allowed are {', '.join(f'{name} ({i})' for i, name in enumerate(names))}")
+        raise InvalidArgument(
+            field, f"{number}; allowed are {', '.join(f'{name} ({i})' for i, name in enumerate(names))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -240,7 +256,9 @@ def _bags(request: Any, n: int, output: Output) -> _Bags:
     starts = np.frombuffer(offsets, "<u4").astype(np.int64)
     if not len(starts):
         if n:
-            raise InvalidArgument("offsets", "empty, but pooling is on: say where each bag begins, [0] for a single one")
+            raise InvalidArgument(
+                "offsets", "empty, but pooling is on: say where each bag begins, [0] for a single one"
+            )
         return _Bags(offsets, None)
     if starts[0] != 0:
         raise InvalidArgument("offsets", f"begin at {starts[0]}; must begin at 0")

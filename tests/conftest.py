@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 from hypothesis import HealthCheck, settings
 
 from embedserve.client import Client
 from embedserve.loadtest.servers import ServerProcess
-from embedserve.quant import Catalog, ImportOptions, Metric, RowType, import_table, open_keys, open_matrix
+from embedserve.quant import Artifact, Catalog, ImportOptions, Metric, RowType, import_table, open_keys, open_matrix
 
 settings.register_profile(
     "embedserve", deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck)
@@ -31,6 +32,13 @@ def publish_table(root: Path, table: str, values: np.ndarray, keys: np.ndarray |
     catalog = Catalog(root)
     manifest = import_table(catalog, table, open_matrix(f"{source}:values"), ImportOptions(**options), key_array)
     return catalog.publish(table, manifest.version)
+
+
+def rows_of(root: Path, table: str, version: str = "") -> tuple[np.ndarray, Artifact]:
+    """A version's decoded rows, by the oracle, and the version."""
+    artifact = Catalog(root).open(table, version)
+    manifest = artifact.manifest
+    return reference.decode(artifact.rows, manifest.row_type.native, manifest.wide, manifest.dim), artifact
 
 
 @pytest.fixture(scope="session")

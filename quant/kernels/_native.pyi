@@ -5,14 +5,18 @@ from numpy.typing import NDArray
 BUCKET_BYTES: int
 MAX_INDEXED_ROWS: int
 
-def encode(values: NDArray[Any], out: Any, row_type: int, wide: bool, scheme: int, calibration: int, kernels: str = "") -> dict[str, Any]: ...
+def encode(
+    values: NDArray[Any], out: Any, row_type: int, wide: bool, scheme: int, calibration: int, kernels: str = ""
+) -> dict[str, Any]: ...
 def kernels() -> str: ...
 def has_kernels(name: str) -> bool: ...
 def stride(row_type: int, wide: bool, dim: int) -> int: ...
 def index_buckets(n_keys: int) -> int: ...
 
 class Table:
-    def __init__(self, rows: Any, dim: int, row_type: int, wide: bool, index: Any = None, seed: int = 0, kernels: str = "") -> None: ...
+    def __init__(
+        self, rows: Any, dim: int, row_type: int, wide: bool, index: Any = None, seed: int = 0, kernels: str = ""
+    ) -> None: ...
     @property
     def n_rows(self) -> int: ...
     @property
@@ -27,8 +31,17 @@ class Table:
     ) -> tuple[bytes, bytes | None]: ...
     def find(self, ids: Any, out: Any) -> None: ...
     def topk(
-        self, queries: Any, metric: int, keys: Any, allow: Any, excluded: Any, spans: Any, min_score: float | None,
-        positions: Any, scores: Any, counts: Any,
+        self,
+        queries: Any,
+        metric: int,
+        keys: Any,
+        allow: Any,
+        excluded: Any,
+        spans: Any,
+        min_score: float | None,
+        positions: Any,
+        scores: Any,
+        counts: Any,
     ) -> None: ...
 
 class KeyIndexPart:

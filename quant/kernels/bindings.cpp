@@ -352,6 +352,8 @@ NB_MODULE(_native, m) {
         "row_type"_a, "wide"_a, "dim"_a, "Bytes of one stored row.");
   m.def("index_buckets", [](uint64_t n) { return home_buckets_for(n) + kTailBuckets; }, "n_keys"_a,
         "64-byte buckets of a key index for n keys.");
+  // A server ends with tables alive; that is no leak, and its log is no place for the warning.
+  nb::set_leak_warnings(false);
   m.attr("BUCKET_BYTES") = sizeof(KeyBucket);
   m.attr("MAX_INDEXED_ROWS") = kMaxIndexedRows;
 

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from embedserve.quant import Artifact
 from embedserve.quant.errors import ConfigError
-from embedserve.quant.kernels import _native
 
 log = logging.getLogger(__name__)
 COPY_BYTES = 16 << 20
@@ -65,4 +64,6 @@ def _lock(rows: npt.NDArray[np.uint8]) -> None:
     length = rows.ctypes.data + rows.nbytes - start
     if libc.mlock(ctypes.c_void_p(start), ctypes.c_size_t(length)) != 0:
         reason = os.strerror(ctypes.get_errno())
-        raise ConfigError(f"lock_memory: cannot lock {length:,} bytes: {reason}; raise RLIMIT_MEMLOCK (ulimit -l) or turn it off")
+        raise ConfigError(
+            f"lock_memory: cannot lock {length:,} bytes: {reason}; raise RLIMIT_MEMLOCK (ulimit -l) or turn it off"
+        )

@@ -49,7 +49,9 @@ class _Room:
     def __enter__(self) -> None:
         with self._lock:
             if self._used >= self._limit:
-                raise ResourceExhausted(f"overloaded: {self._limit} calls in progress ({self._name}); retry later", RETRY_AFTER_S)
+                raise ResourceExhausted(
+                    f"overloaded: {self._limit} calls in progress ({self._name}); retry later", RETRY_AFTER_S
+                )
             self._used += 1
 
     def __exit__(self, *error: object) -> None:
@@ -72,7 +74,10 @@ class GrpcioFrontend:
         self.health = health.HealthServicer()
         self.stats = {name: MethodStats() for name in ("Lookup", "LookupStream", "LookupBatch", "TopK")}
         calls: dict[str, Call] = {"Lookup": service.lookup, "LookupBatch": service.lookup_batch, "TopK": service.topk}
-        handlers = {name: grpc.unary_unary_rpc_method_handler(self._unary(call, self.stats[name])) for name, call in calls.items()}
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(self._unary(call, self.stats[name]))
+            for name, call in calls.items()
+        }
         stream = self._stream(service.lookup, self.stats["LookupStream"])
         handlers["LookupStream"] = grpc.stream_stream_rpc_method_handler(stream)
         threads = config.max_concurrent_requests + config.max_concurrent_streams + SPARE_THREADS
@@ -149,11 +154,14 @@ class GrpcioFrontend:
             else:
                 stats.succeeded(rows)
                 return answer
-            return _abort(context, failure)
+            _abort(context, failure)
+            raise AssertionError("abort raises")
 
         return handle
 
-    def _stream(self, call: Call, stats: MethodStats) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+    def _stream(
+        self, call: Call, stats: MethodStats
+    ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
         def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             try:
                 with self._streams:
@@ -180,12 +188,13 @@ class GrpcioFrontend:
                 return call(request).SerializeToString()
             except Exception as error:  # noqa: BLE001 (the boundary: every error becomes a status)
                 failure = error
-            return _abort(context, failure)
+            _abort(context, failure)
+            raise AssertionError("abort raises")
 
         return handle
 
 
-def _abort(context: grpc.ServicerContext, error: Exception) -> Any:
+def _abort(context: grpc.ServicerContext, error: Exception) -> None:
     if not isinstance(error, EmbedserveError):
         incident = uuid.uuid4().hex[:12]
         log.error("internal error %s", incident, exc_info=error)
@@ -201,7 +210,9 @@ def _add_reflection(server: grpc.Server, services: tuple[str, ...]) -> None:
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": handler}),)
+    )
 
 
 def _bind(server: grpc.Server, config: ServerConfig, port: int, setting: str) -> int:
@@ -212,7 +223,9 @@ def _bind(server: grpc.Server, config: ServerConfig, port: int, setting: str) ->
             return int(server.add_secure_port(address, _credentials(config, config.tls_cert, config.tls_key)))
         return int(server.add_insecure_port(address))
     except RuntimeError:
-        raise ConfigError(f"{setting}: cannot listen on {address}: in use, or not an address of this machine; 0 picks a free port") from None
+        raise ConfigError(
+            f"{setting}: cannot listen on {address}: in use, or not an address of this machine; 0 picks a free port"
+        ) from None
 
 
 def _credentials(config: ServerConfig, cert: Path, key: Path) -> grpc.ServerCredentials:

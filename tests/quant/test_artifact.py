@@ -95,14 +95,19 @@ def test_a_manifest_that_is_not_one_is_refused(root):
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "a.b", ".", "", "x" * 129, "a b", "é"])
 def test_a_table_name_is_one_folders_name(tmp_path, name):
-    for call in (Catalog(tmp_path).versions, Catalog(tmp_path).current, Catalog(tmp_path).writer, Catalog(tmp_path).open):
+    for call in (
+        Catalog(tmp_path).versions,
+        Catalog(tmp_path).current,
+        Catalog(tmp_path).writer,
+        Catalog(tmp_path).open,
+    ):
         with pytest.raises(InvalidArgument, match="allowed are"):
             call(name)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_names_that_do_not_exist_list_those_that_do(root):
-    with pytest.raises(NotFound, match="no table 'u' .*there is: t"):
+    with pytest.raises(NotFound, match=r"no table 'u' .*there is: t"):
         Catalog(root).open("u")
     with pytest.raises(NotFound, match=f"no version 'v'.*{Catalog(root).current('t')}"):
         Catalog(root).open("t", "v")

@@ -67,7 +67,7 @@ def test_the_artifact_is_a_safetensors_file_others_can_read(tmp_path):
     assert np.array_equal(arrays["rows"], artifact.rows)
     np.testing.assert_allclose(arrays["default_row"], VALUES.mean(0), atol=0.01)
     out = np.empty(302, np.int64)
-    artifact.native_table().find(np.append(keys, [2, -10**15]), out)
+    artifact.native_table().find(np.append(keys, [2, -(10**15)]), out)
     assert out.tolist() == [*range(300), -1, -1]
 
 
@@ -193,7 +193,18 @@ def test_random_bytes_never_do_worse_than_an_error(tmp_path_factory, noise, suff
 
 def run_import(tmp_path, *flags, setup="pass"):
     code = f"import sys\n{setup}\nfrom embedserve.cli import main\nmain()"
-    command = [sys.executable, "-c", code, "import", str(tmp_path / "x.npy"), "--root", str(tmp_path / "root"), "--table", "t", *flags]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "import",
+        str(tmp_path / "x.npy"),
+        "--root",
+        str(tmp_path / "root"),
+        "--table",
+        "t",
+        *flags,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -17,7 +17,14 @@ from embedserve.quant.kernels import _native
 ISAS = [isa for isa in ("scalar", "avx2", "avx512", "neon") if _native.has_kernels(isa)]
 CALIBRATIONS = ("minmax", "percentile", "mse")
 DIMS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 64, 100, 128, 256, 384, 1000)
-FORMATS = [(ref.INT8, False), (ref.INT8, True), (ref.INT4, False), (ref.INT4, True), (ref.FP16, False), (ref.FP32, False)]
+FORMATS = [
+    (ref.INT8, False),
+    (ref.INT8, True),
+    (ref.INT4, False),
+    (ref.INT4, True),
+    (ref.FP16, False),
+    (ref.FP32, False),
+]
 both = pytest.mark.parametrize("isa", ISAS)
 
 
@@ -36,7 +43,9 @@ def make_table(row_type, wide, dim, n=200, seed=0, isa=""):
 
 
 floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
-matrices = st.sampled_from(DIMS).flatmap(lambda d: hnp.arrays(np.float32, st.tuples(st.integers(1, 20), st.just(d)), elements=floats))
+matrices = st.sampled_from(DIMS).flatmap(
+    lambda d: hnp.arrays(np.float32, st.tuples(st.integers(1, 20), st.just(d)), elements=floats)
+)
 
 
 @both
@@ -69,7 +78,9 @@ def test_half_conversions_on_every_half_and_between(isa):
     """All finite halves, and the FP32 neighbours of each midpoint, as FP16 rows."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     middles = (halves[:-1] + halves[1:]) / 2
-    values = np.concatenate([halves, middles, np.nextafter(middles, 0), np.nextafter(middles, np.float32(1e9)), -halves])
+    values = np.concatenate(
+        [halves, middles, np.nextafter(middles, 0), np.nextafter(middles, np.float32(1e9)), -halves]
+    )
     stored, report = encode(values[:, None], ref.FP16, isa=isa)
     assert report["bad_row"] == -1
     assert stored[:, :2].copy().view(np.float16)[:, 0].tobytes() == values.astype(np.float16).tobytes()
@@ -189,14 +200,23 @@ def test_huge_gathers_take_the_streaming_path_to_the_same_bits(isa, row_type, di
     start = -raw.ctypes.data % 64
     out = raw[start : start + n * dim * 4]
     missing = table.gather(ids, 0, None, out)
-    expected = np.where((ids < len(rows))[:, None], ref.decode(rows, row_type, False, dim)[np.minimum(ids, len(rows) - 1)], 0)
+    expected = np.where(
+        (ids < len(rows))[:, None], ref.decode(rows, row_type, False, dim)[np.minimum(ids, len(rows) - 1)], 0
+    )
     assert np.array_equal(out.view(np.float32).reshape(n, dim), expected)
     assert len(missing) // 4 == (ids >= len(rows)).sum()
 
 
 @both
 @pytest.mark.parametrize("row_type,wide", FORMATS)
-@given(data=st.data(), dim=st.sampled_from(DIMS), output=st.integers(0, 2), mean=st.booleans(), weighted=st.booleans(), fill=st.booleans())
+@given(
+    data=st.data(),
+    dim=st.sampled_from(DIMS),
+    output=st.integers(0, 2),
+    mean=st.booleans(),
+    weighted=st.booleans(),
+    fill=st.booleans(),
+)
 def test_pooling_equals_the_reference(isa, row_type, wide, data, dim, output, mean, weighted, fill):
     table, rows, _ = make_table(row_type, wide, dim, isa=isa)
     ids = np.array(data.draw(id_lists), np.int64)
@@ -237,14 +257,22 @@ def test_topk_equals_a_full_sort(isa, metric, dim, row_type, n, n_queries, k, ex
     values = ref.decode(rows, *row_type, dim)
     queries = generator.standard_normal((n_queries, dim)).astype(np.float32)
     keys = generator.permutation(n).astype(np.int64) - n // 2
-    excluded = [np.unique(generator.integers(0, n, 5)) if excluding else np.empty(0, np.int64) for _ in range(n_queries)]
+    excluded = [
+        np.unique(generator.integers(0, n, 5)) if excluding else np.empty(0, np.int64) for _ in range(n_queries)
+    ]
     allow = np.unique(generator.integers(0, n, max(1, n // 2))) if allowing else None
     exact = ref.scores(queries, values, metric)
     min_score = float(np.float32(np.median(exact))) if least else None
-    positions, scores, counts = np.zeros((n_queries, k), np.int64), np.zeros((n_queries, k), np.float32), np.zeros(n_queries, np.int64)
+    positions, scores, counts = (
+        np.zeros((n_queries, k), np.int64),
+        np.zeros((n_queries, k), np.float32),
+        np.zeros(n_queries, np.int64),
+    )
     spans = np.cumsum([0, *map(len, excluded)])
     names = ["ip", "l2", "cosine"]
-    table.topk(queries, names.index(metric), keys, allow, np.concatenate(excluded), spans, min_score, positions, scores, counts)
+    table.topk(
+        queries, names.index(metric), keys, allow, np.concatenate(excluded), spans, min_score, positions, scores, counts
+    )
     magnitude = np.abs(queries).max() * np.abs(values).max() * dim * 4 + np.square(values).max() * dim + 1
     bound = 1.0 if metric == "cosine" else magnitude
     for q in range(n_queries):
@@ -294,5 +322,9 @@ def test_the_binding_checks_its_arguments(call):
 def test_no_function_is_shared_between_instruction_sets():
     """An inline function compiled twice is merged by the linker, perhaps to the AVX-512 copy: then SSE machines crash."""
     symbols = subprocess.run(["nm", "-C", _native.__file__], capture_output=True, text=True, check=True).stdout
-    shared = [line for line in symbols.splitlines() if " W " in line and any(s in line for s in ("Block", "RowReader", "std::__introsort", "std::__adjust_heap"))]
+    shared = [
+        line
+        for line in symbols.splitlines()
+        if " W " in line and any(s in line for s in ("Block", "RowReader", "std::__introsort", "std::__adjust_heap"))
+    ]
     assert shared == []

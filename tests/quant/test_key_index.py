@@ -37,7 +37,15 @@ def test_finds_exactly_the_keys_it_was_built_from(keys, others, seed):
     assert find(keys, index, np.array(others, np.int64), seed).tolist() == [places.get(k, -1) for k in others]
 
 
-@pytest.mark.parametrize("make", [np.arange, lambda n: np.arange(n) * 2**32, lambda n: -np.arange(n) * 1024, lambda n: np.random.default_rng(0).integers(-(2**62), 2**62, n)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.arange,
+        lambda n: np.arange(n) * 2**32,
+        lambda n: -np.arange(n) * 1024,
+        lambda n: np.random.default_rng(0).integers(-(2**62), 2**62, n),
+    ],
+)
 def test_parts_agree_with_one_pass(make, monkeypatch):
     """Regular keys and random ones; parts of a few buckets carry overflowing keys over their ends."""
     keys = np.unique(np.asarray(make(5000), np.int64))
