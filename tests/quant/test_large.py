@@ -10,7 +10,6 @@ import reference as ref
 
 from embedserve.quant.kernels import _native
 
-
 MAP_NORESERVE = 0x4000  # Linux; in the mmap module from Python 3.13 on
 
 
