@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard quant/kernels/*.h quant/kernels/*.cpp)
 
 .PHONY: demo test lint sanitize wheel proto clean
 
@@ -43,17 +44,18 @@ proto: $(VENV)/.dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard quant/kernels/*.h quant/kernels/*.cpp) | $(VENV)/bin/python
+# Each of these builds the native code once; a later one brings what an earlier one would.
+$(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/pip install --quiet -e .
 	touch $@
 
-$(VENV)/.tested: $(VENV)/.installed
+$(VENV)/.tested: $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/pip install --quiet -e '.[test]'
-	touch $@
+	touch $(VENV)/.installed $@
 
-$(VENV)/.dev: $(VENV)/.tested
+$(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/pip install --quiet -e '.[dev]'
-	touch $@
+	touch $(VENV)/.installed $(VENV)/.tested $@
 
 clean:
 	rm -rf build demo-catalog $(VENV)
