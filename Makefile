@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quant/kernels/*.h quant/kernels/*.cpp)
 
-.PHONY: demo test lint sanitize wheel proto clean
+.PHONY: demo test lint sanitize wheel proto arm64 clean
 
 # Trains, imports, publishes, serves and queries MovieLens factors; leaves the catalog in demo-catalog/.
 demo: $(VENV)/.installed
@@ -59,3 +59,10 @@ $(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
 
 clean:
 	rm -rf build demo-catalog $(VENV)
+
+# The NEON kernels under emulation; needs g++-aarch64-linux-gnu and qemu-user-static.
+arm64:
+	mkdir -p build
+	aarch64-linux-gnu-g++ -O2 -std=c++20 -Wall -Wextra -ffp-contract=off -static -o build/neon_equals_scalar \
+	  tests/native/neon_equals_scalar.cpp quant/kernels/isa_neon.cpp quant/kernels/isa_scalar.cpp quant/kernels/key_index.cpp
+	qemu-aarch64-static build/neon_equals_scalar
