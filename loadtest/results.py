@@ -51,5 +51,4 @@ def print_figures(name: str, figures: list[Figure]) -> None:
             f"{figure.peer_value:,.2f}",
             f"{figure.ratio:.2f}",
         )
-    console = Console()
-    console.print(table, width=max(console.width, 110))
+    Console(width=max(Console().width, 130)).print(table)

@@ -50,7 +50,7 @@ class ServerConfig(BaseSettings):
     max_k: int = Field(2_048, ge=1, description="k of one TopK request")
     max_request_bytes: int = Field(4 * MIB, ge=1024, le=2**31 - 1, description="bytes of one request message")
     max_response_bytes: int = Field(4 * MIB, ge=1024, le=2**31 - 1, description="bytes of one response; gRPC clients refuse more than 4 MiB unless told otherwise")  # fmt: skip
-    max_concurrent_requests: int = Field(64, ge=1, le=4096, description="requests in progress at once; more are RESOURCE_EXHAUSTED with a time to retry after")  # fmt: skip
+    max_concurrent_requests: int = Field(256, ge=1, le=4096, description="requests in progress at once; more are RESOURCE_EXHAUSTED with a time to retry after")  # fmt: skip
     max_concurrent_streams: int = Field(64, ge=1, le=4096, description="open LookupStream calls; each holds a thread")
 
     tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key, turns TLS on for both ports")
