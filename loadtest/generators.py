@@ -21,13 +21,15 @@ def name() -> str:
     return "h2load" if shutil.which("h2load") else "grpcio client"
 
 
-def rate(address: str, method: str, request: bytes, callers: int, seconds: int, cpus: set[int] | None) -> float:
-    """Successful requests a second with `callers` always outstanding. Raises RuntimeError if any request fails."""
+def rate(
+    address: str, method: str, request: bytes, answer_bytes: int, callers: int, seconds: int, cpus: set[int] | None
+) -> float:
+    """Requests a second with `callers` always outstanding. Raises RuntimeError if any fails or is answered short."""
     with tempfile.NamedTemporaryFile() as file:
         if name() == "h2load":
             file.write(b"\0" + len(request).to_bytes(4, "big") + request)  # gRPC's length-prefixed message
             file.flush()
-            return _h2load(address, method, file.name, callers, seconds, cpus)
+            return _h2load(address, method, file.name, answer_bytes, callers, seconds, cpus)
         file.write(request)
         file.flush()
         command = [
@@ -51,7 +53,9 @@ def _run(command: list[str], cpus: set[int] | None) -> str:
     return done.stdout
 
 
-def _h2load(address: str, method: str, file: str, callers: int, seconds: int, cpus: set[int] | None) -> float:
+def _h2load(
+    address: str, method: str, file: str, answer_bytes: int, callers: int, seconds: int, cpus: set[int] | None
+) -> float:
     connections = min(4, callers)
     output = _run(
         ["h2load", f"--duration={seconds}", f"--clients={connections}", f"--max-concurrent-streams={callers // connections}", "--threads=1",
@@ -61,6 +65,10 @@ def _h2load(address: str, method: str, file: str, callers: int, seconds: int, cp
     statuses = re.search(r"requests: .*?(\d+) succeeded, (\d+) failed, (\d+) errored", output)
     if not statuses or int(statuses[2]) or int(statuses[3]) or not int(statuses[1]):
         raise RuntimeError(f"h2load: {statuses[0] if statuses else output[-500:]}")
+    # A gRPC error is a success to HTTP; but it carries no answer.
+    data = re.search(r"\((\d+)\) data", output)
+    if not data or int(data[1]) < int(statuses[1]) * answer_bytes:
+        raise RuntimeError(f"answers are short: {data[0] if data else output[-500:]}")
     return int(statuses[1]) / seconds
 
 
