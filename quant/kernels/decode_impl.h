@@ -162,7 +162,7 @@ inline void for_each_row(const TableView& table, const uint8_t* ids, int64_t n, 
 }
 
 // Past this many bytes a result will not stay in a core's cache: write round it, without reading it first.
-constexpr int64_t kStreamBytes = int64_t(8) << 20;
+constexpr int64_t kStreamBytes = int64_t(2) << 20;
 
 template <class Reader, class Out, int kDim, bool kStream>
 int64_t gather_rows(const TableView& table, const GatherRequest& request) {
