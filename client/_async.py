@@ -120,7 +120,7 @@ class AsyncClient:
         exclude: ids left out of every answer; exclude_each: one list a query; allow: the only ids that may
         be answered; min_score: the least score that is.
         """
-        request, _ = messages.topk_request(
+        request = messages.topk_request(
             table,
             vectors,
             query_ids,

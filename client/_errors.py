@@ -26,7 +26,7 @@ class ServiceError(Exception):
     def from_rpc(cls, error: grpc.RpcError) -> ServiceError:
         """Reads a failed call's code and its google.rpc details, whichever are there."""
         field, retry_after_s = None, None
-        for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
+        for key, value in error.trailing_metadata() or ():
             if key != "grpc-status-details-bin":
                 continue
             for detail in status_pb2.Status.FromString(value).details:
@@ -35,4 +35,4 @@ class ServiceError(Exception):
                     field = violation.field_violations[0].field
                 elif detail.Unpack(retry):
                     retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-        return cls(error.code(), error.details() or "", field, retry_after_s)  # type: ignore[attr-defined]
+        return cls(error.code(), error.details() or "", field, retry_after_s)

@@ -174,8 +174,7 @@ def topk_request(
     table: str, vectors: npt.ArrayLike | None, query_ids: Ids | None, query_table: str, k: int, exclude: Ids,
     exclude_each: Sequence[Ids] | None, allow: Ids | None, min_score: float | None, exact: bool, version: str,
     include_vectors: OutputName | None,
-) -> tuple[bytes, int]:  # fmt: skip
-    """Request bytes and the number of queries."""
+) -> bytes:  # fmt: skip
     request = wire_pb2.TopKRequest(table=table, query_table=query_table, k=k, exact=exact, version=version)
     if (vectors is None) == (query_ids is None):
         raise ValueError("give either vectors or query_ids")
@@ -184,11 +183,9 @@ def topk_request(
         if queries.ndim != 2:
             raise ValueError(f"vectors: expected [Q, dim] or [dim], got shape {queries.shape}")
         request.vectors.append(queries.tobytes())
-        n_queries = len(queries)
     else:
         ids = ids_array(query_ids if query_ids is not None else [], "query_ids")
         request.query_ids.append(ids.tobytes())
-        n_queries = len(ids)
     request.exclude.append(ids_array(exclude, "exclude").tobytes())
     for each in exclude_each or ():
         request.exclude_each.add().ids.append(ids_array(each, "exclude_each").tobytes())
@@ -201,7 +198,7 @@ def topk_request(
         request.min_score = min_score
     if include_vectors is not None:
         request.include_vectors = _choice(_OUTPUTS, include_vectors, "include_vectors")
-    return request.SerializeToString(), n_queries
+    return request.SerializeToString()
 
 
 def topk_result(answer: bytes, k: int, include_vectors: OutputName | None) -> TopKResult:

@@ -82,7 +82,7 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
 def _write_source(path: Path, rows: int) -> None:
     block = np.random.default_rng(0).standard_normal((100_000, DIM), np.float32)
     with open(path, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, DIM)})  # type: ignore[arg-type]
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, DIM)})
         for _ in range(0, rows, len(block)):
             file.write(block.tobytes())
         os.fsync(file.fileno())

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 
-class _Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
+class _Echo(grpc.GenericRpcHandler):
     def __init__(self, answer: bytes) -> None:
         self._handler = grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
 

@@ -119,7 +119,7 @@ class StoredArray:
         view = array.reshape(-1).view(np.uint8).data
         while view:
             try:
-                n = file.readinto(view)  # type: ignore[attr-defined]
+                n = file.readinto(view)  # type: ignore[attr-defined]  # typeshed's IO lacks it; every file opened here has it
             except DAMAGED_ZIP as error:
                 raise SourceError(f"{self.path}: damaged: {error}") from None
             if not n:

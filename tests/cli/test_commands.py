@@ -99,7 +99,7 @@ def test_demo_runs_and_leaves_its_catalog(tmp_path):
     output = run("demo", "--root", tmp_path / "demo", "--seconds", "0.5", env={"NO_COLOR": "1"}).stdout
     assert "for user 15" in output and "p99" in output and "embedserve serve --root" in output
     recall = float(output.split("recall@10 against FP32, all users")[1].split()[1])
-    assert recall >= 0.985  # BLAS threads make training differ in the last digits from run to run
+    assert recall >= 0.99
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {"users", "items"}
 
 
