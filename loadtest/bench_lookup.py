@@ -31,8 +31,8 @@ CASES: tuple[tuple[str, int, OutputName], ...] = (
 
 
 def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
-    """Requests a second, medians of alternating rounds."""
-    rows, rounds, seconds = (10_000, 2, 1) if quick else (1_000_000, 21, 1)
+    """Requests a second, medians of many short alternating rounds: a shared machine's speed drifts within seconds."""
+    rows, rounds, requests = (10_000, 2, 200) if quick else (1_000_000, 61, 1_500)
     cpus = sorted(os.sched_getaffinity(0))
     server_cpus, load_cpus = ({cpus[0]}, {cpus[1]}) if len(cpus) > 1 else (None, None)
     say(f"generator: {generators.name()}, {CALLERS} outstanding; server on core {server_cpus}, {rows:,} rows x {DIM}")
@@ -58,7 +58,7 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
                         turns = [(server.address, ours), (line.split()[1], bare)]
                         for address, rates in turns if number % 2 else reversed(turns):
                             rates.append(
-                                generators.rate(address, METHOD, request, answer_bytes, CALLERS, seconds, load_cpus)
+                                generators.rate(address, METHOD, request, answer_bytes, CALLERS, requests, load_cpus)
                             )
                 finally:
                     finish(echo)

@@ -1,6 +1,6 @@
 """Closed-loop load on one unary method from a process of its own: h2load when it is on PATH, else grpcio.
 
-python -m embedserve.loadtest.generators HOST:PORT METHOD REQUEST_FILE CALLERS SECONDS     (the grpcio one)
+python -m embedserve.loadtest.generators HOST:PORT METHOD REQUEST_FILE CALLERS REQUESTS     (the grpcio one)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def name() -> str:
 
 
 def rate(
-    address: str, method: str, request: bytes, answer_bytes: int, callers: int, seconds: int, cpus: set[int] | None
+    address: str, method: str, request: bytes, answer_bytes: int, callers: int, requests: int, cpus: set[int] | None
 ) -> float:
-    """Requests a second with `callers` always outstanding. Raises RuntimeError if any fails or is answered short."""
+    """Requests a second over `requests` of them, `callers` outstanding. Raises RuntimeError if any fails or is answered short."""
     with tempfile.NamedTemporaryFile() as file:
         if name() == "h2load":
             file.write(b"\0" + len(request).to_bytes(4, "big") + request)  # gRPC's length-prefixed message
             file.flush()
-            return _h2load(address, method, file.name, answer_bytes, callers, seconds, cpus)
+            return _h2load(address, method, file.name, answer_bytes, callers, requests, cpus)
         file.write(request)
         file.flush()
         command = [
@@ -40,7 +40,7 @@ def rate(
             method,
             file.name,
             str(callers),
-            str(seconds),
+            str(requests),
         ]
         return float(_run(command, cpus))
 
@@ -54,51 +54,50 @@ def _run(command: list[str], cpus: set[int] | None) -> str:
 
 
 def _h2load(
-    address: str, method: str, file: str, answer_bytes: int, callers: int, seconds: int, cpus: set[int] | None
+    address: str, method: str, file: str, answer_bytes: int, callers: int, requests: int, cpus: set[int] | None
 ) -> float:
     connections = min(4, callers)
     output = _run(
-        ["h2load", f"--duration={seconds}", f"--clients={connections}", f"--max-concurrent-streams={callers // connections}", "--threads=1",
+        ["h2load", f"--requests={requests}", f"--clients={connections}", f"--max-concurrent-streams={callers // connections}", "--threads=1",
          f"--data={file}", "--header=content-type: application/grpc", "--header=te: trailers", f"http://{address}{method}"],
         cpus,
     )  # fmt: skip
     statuses = re.search(r"requests: .*?(\d+) succeeded, (\d+) failed, (\d+) errored", output)
-    if not statuses or int(statuses[2]) or int(statuses[3]) or not int(statuses[1]):
+    rate = re.search(r"finished in .*?, ([\d.]+) req/s", output)
+    if not statuses or not rate or int(statuses[2]) or int(statuses[3]) or int(statuses[1]) != requests:
         raise RuntimeError(f"h2load: {statuses[0] if statuses else output[-500:]}")
     # A gRPC error is a success to HTTP; but it carries no answer.
     data = re.search(r"\((\d+)\) data", output)
-    if not data or int(data[1]) < int(statuses[1]) * answer_bytes:
+    if not data or int(data[1]) < requests * answer_bytes:
         raise RuntimeError(f"answers are short: {data[0] if data else output[-500:]}")
-    return int(statuses[1]) / seconds
+    return float(rate[1])
 
 
 def main() -> None:
-    address, method, file, callers, seconds = (
-        sys.argv[1],
-        sys.argv[2],
-        sys.argv[3],
-        int(sys.argv[4]),
-        float(sys.argv[5]),
-    )
+    address, method, file = sys.argv[1:4]
+    callers, requests = map(int, sys.argv[4:6])
     request = Path(file).read_bytes()
-    counts = [0] * callers
-    end = time.perf_counter() + seconds
+    left = iter(range(requests))  # threads draw from it one at a time
+    ready = threading.Barrier(callers + 1)
 
-    def caller(number: int) -> None:
+    def caller() -> None:
         with grpc.insecure_channel(
             address, [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         ) as channel:
+            grpc.channel_ready_future(channel).result()
             call = channel.unary_unary(method)
-            while time.perf_counter() < end:
+            ready.wait()
+            for _ in left:
                 call(request)
-                counts[number] += 1
+            ready.wait()
 
-    threads = [threading.Thread(target=caller, args=(number,)) for number in range(callers)]
+    threads = [threading.Thread(target=caller, daemon=True) for _ in range(callers)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    print(sum(counts) / seconds)
+    ready.wait()
+    start = time.perf_counter()
+    ready.wait()
+    print(requests / (time.perf_counter() - start))
 
 
 if __name__ == "__main__":

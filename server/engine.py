@@ -16,6 +16,7 @@ import numpy.typing as npt
 from embedserve.quant import Artifact, Catalog, Manifest, Output
 from embedserve.quant.errors import ArtifactError, ConfigError, NotFound
 from embedserve.quant.kernels import _native
+from embedserve.server import _lookup
 from embedserve.server.cache.ram import RamTable
 from embedserve.server.config import ServerConfig
 
@@ -31,11 +32,12 @@ class ServedVersion:
         self.manifest: Manifest = artifact.manifest
         self.ram = RamTable(artifact, config.huge_pages, config.lock_memory)
         self.table: _native.Table = self.ram.table
-        self.default_rows = tuple(encoded_default(artifact, output) for output in Output)
         # What every request reads, taken out of the manifest once.
         self.name, self.dim, self.rows = self.manifest.version, self.manifest.dim, self.manifest.rows
         self.row_bytes = tuple(self.table.row_bytes(output) for output in Output)
         self.fits_float16 = self.manifest.quality.max_abs <= FP16_MAX
+        default_rows = tuple(encoded_default(artifact, output) for output in Output)
+        self.responder = _lookup.Responder(self.table, self.name, default_rows, self.fits_float16)
 
     def positions(self, ids: bytes | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Row numbers [n] of ids, -1 where missing."""
@@ -93,6 +95,12 @@ class Engine:
                 f"root: no published table in {config.root}; see `embedserve import --publish` and `embedserve publish`"
             )
         self.tables: Mapping[str, ServedTable] = {name: self._open(catalog, name) for name in names}
+        self.lookups = _lookup.Lookups(
+            {
+                name: (table.current.responder, {v: served.responder for v, served in table.versions.items()})
+                for name, table in self.tables.items()
+            }
+        )
 
     def _open(self, catalog: Catalog, name: str) -> ServedTable:
         current = ServedVersion(catalog.open(name), self._config)

@@ -7,7 +7,6 @@ which field, what was given and what is allowed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,7 @@ from embedserve.server.engine import Engine, ServedVersion
 
 NONE, SUM, MEAN = 0, 1, 2
 ZERO, DEFAULT, ERROR = 0, 1, 2
-VALUES_FIELD, RAW_FIELD = 3, 4
-HEADROOM_BYTES = 256  # of a response, besides its arrays
+HEADROOM_BYTES = 256  # of a TopKResponse, besides its arrays
 MISSING_IDS_NAMED = 10
 OUTPUTS = tuple(Output)
 OUTPUT_NAMES = tuple(output.name for output in Output)
@@ -39,15 +37,17 @@ class Service:
     def __init__(self, engine: Engine, limits: ServerConfig) -> None:
         self._engine = engine
         self._limits = limits
+        self._max_ids, self._max_response_bytes = limits.max_ids, limits.max_response_bytes
 
     def lookup(self, data: bytes) -> tuple[bytes, int]:
         """LookupRequest to LookupResponse; also the number of ids asked for."""
-        return self._lookup(wire.parse(wire_pb2.LookupRequest, data), self._limits.max_response_bytes)
+        answer = self._engine.lookups.answer(data, self._max_ids, self._max_response_bytes)
+        return answer or self._lookup(wire.parse(wire_pb2.LookupRequest, data), self._max_response_bytes)
 
     def lookup_batch(self, data: bytes) -> tuple[bytes, int]:
         """LookupBatchRequest to LookupBatchResponse; also the number of ids asked for."""
         batch = wire.parse(wire_pb2.LookupBatchRequest, data)
-        room = self._limits.max_response_bytes
+        room = self._max_response_bytes
         parts, n_ids = [], 0
         for i, request in enumerate(batch.requests):
             try:
@@ -57,8 +57,8 @@ class Service:
             except (NotFound, FailedPrecondition) as error:
                 raise type(error)(f"requests[{i}]: {error}") from None
             n_ids += n
-            if n_ids > self._limits.max_ids:
-                raise self._too_many("requests.ids", n_ids, "max_ids", self._limits.max_ids)
+            if n_ids > self._max_ids:
+                raise self._too_many("requests.ids", n_ids, "max_ids", self._max_ids)
             parts += [wire.bytes_field_head(1, len(answer)), answer]
             room -= len(answer) + 8
         return b"".join(parts), n_ids
@@ -72,32 +72,24 @@ class Service:
         _check_enum(pooling, POOLING_NAMES, "pooling")
         _check_enum(on_missing, ON_MISSING_NAMES, "on_missing")
         _check_enum(request.on_unavailable, ON_UNAVAILABLE_NAMES, "on_unavailable")
-        if n > self._limits.max_ids:
-            raise self._too_many("ids", n, "max_ids", self._limits.max_ids)
+        if n > self._max_ids:
+            raise self._too_many("ids", n, "max_ids", self._max_ids)
         bags = _bags(request, n, output) if pooling != NONE or request.offsets or request.weights else None
         payload = (n if bags is None else len(bags.offsets) // 4) * version.row_bytes[output]
-        if payload + HEADROOM_BYTES > max_bytes:
+        if payload > max_bytes:
             raise self._too_long(payload, output)
-        field = VALUES_FIELD if output == Output.FLOAT32 else RAW_FIELD
-        head = _full_head(version.name, version.dim, n, field, payload)
         if bags is None:
-            fill = version.default_rows[output] if on_missing == DEFAULT else None
-            message, missing = version.table.gather_message(ids, output, fill, head)
+            answer, missing = version.responder.rows(ids, output, on_missing)
         else:
-            fill = version.default_rows[Output.FLOAT32] if on_missing == DEFAULT else None
-            message, missing = version.table.pool_message(
-                ids, bags.offsets, bags.weights, pooling == MEAN, output, fill, head
+            answer, missing = version.responder.pooled(
+                ids, bags.offsets, bags.weights, pooling == MEAN, output, on_missing
             )
-        if not missing:
-            return message, n
-        if on_missing == ERROR:
-            raise _ids_not_found(request.table, ids, missing)
-        if on_missing == DEFAULT and fill is None:
+        if answer is None:
+            if on_missing == ERROR:
+                raise _ids_not_found(request.table, ids, missing or b"")
             raise FailedPrecondition(
                 f"the default row of {request.table!r} does not fit its row type; ask for another output"
             )
-        head_with_missing = _head(version.name, version.dim, n, missing, field, payload)
-        answer = b"".join((head_with_missing, memoryview(message)[len(head) :]))
         if len(answer) > max_bytes:
             raise self._too_long(len(answer), output)
         return answer, n
@@ -121,9 +113,9 @@ class Service:
             raise InvalidArgument("min_score", f"{request.min_score}; must be finite")
         item = 12 + (version.row_bytes[output] if output is not None else 0)
         longest = n * min(request.k, version.rows) * item
-        if longest + HEADROOM_BYTES > self._limits.max_response_bytes:
+        if longest + HEADROOM_BYTES > self._max_response_bytes:
             raise ResourceExhausted(
-                f"an answer of {longest:,} bytes would pass max_response_bytes ({self._limits.max_response_bytes:,}); "
+                f"an answer of {longest:,} bytes would pass max_response_bytes ({self._max_response_bytes:,}); "
                 "ask for fewer queries, a smaller k or no vectors, or raise it and the client's receive limit"
             )
         chosen = self._filter(request, version, n)
@@ -188,8 +180,8 @@ class Service:
         lists = [wire.joined(request.exclude, 8, "exclude"), wire.joined(request.allow, 8, "allow")]
         lists += [wire.joined(each.ids, 8, f"exclude_each[{i}]") for i, each in enumerate(request.exclude_each)]
         total = sum(map(len, lists)) // 8
-        if total > self._limits.max_ids:
-            raise self._too_many("exclude, exclude_each and allow", total, "max_ids", self._limits.max_ids)
+        if total > self._max_ids:
+            raise self._too_many("exclude, exclude_each and allow", total, "max_ids", self._max_ids)
         for_all = _known_positions(version, lists[0])
         excluded = [np.union1d(for_all, _known_positions(version, each)) for each in lists[2:]] or [for_all] * n_queries
         allow = _known_positions(version, lists[1]) if lists[1] else None
@@ -204,22 +196,9 @@ class Service:
     def _too_long(self, given: int, output: Output) -> ResourceExhausted:
         smaller = "" if output is Output.QUANTIZED else ", ask for a smaller output (FLOAT16, QUANTIZED)"
         return ResourceExhausted(
-            f"an answer of {given:,} bytes would pass max_response_bytes ({self._limits.max_response_bytes:,}): split the request{smaller}, "
+            f"an answer of {given:,} bytes would pass max_response_bytes ({self._max_response_bytes:,}): split the request{smaller}, "
             "or raise it on the server together with the client's receive limit (gRPC's own is 4 MiB)"
         )
-
-
-def _head(version: str, dim: int, n: int, missing: bytes, field: int, payload: int) -> bytes:
-    """A LookupResponse up to the bytes of its rows."""
-    tiers = wire_pb2.TierCounts(ram=n - len(missing) // 4)
-    head = wire_pb2.LookupResponse(version=version, dim=dim, tiers=tiers, missing=missing).SerializeToString()
-    return bytes(head) + wire.bytes_field_head(field, payload)
-
-
-@lru_cache(maxsize=4096)
-def _full_head(version: str, dim: int, n: int, field: int, payload: int) -> bytes:
-    """The same when nothing is missing. Callers ask for the same few numbers of ids over and over."""
-    return _head(version, dim, n, b"", field, payload)
 
 
 def _output(number: int, field: str, version: ServedVersion) -> Output:

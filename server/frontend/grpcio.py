@@ -7,10 +7,8 @@ deadline), count it and turn errors into statuses; the service sees bytes only.
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from embedserve.server.admin import Admin
 from embedserve.server.auth import TokenAuth
 from embedserve.server.config import ServerConfig
 from embedserve.server.frontend.status import to_status
+from embedserve.server.frontend.workers import Workers
 from embedserve.server.service import Service
 from embedserve.server.stats import MethodStats
 
@@ -43,20 +42,19 @@ class _Room:
     """At most `limit` calls at once; more are refused, not queued."""
 
     def __init__(self, limit: int, name: str) -> None:
-        self._limit, self._name, self._used = limit, name, 0
-        self._lock = threading.Lock()
+        self._limit, self._name = limit, name
+        self._places = [None] * limit  # a list's pop and append are atomic, and cost less than a lock
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._used >= self._limit:
-                raise ResourceExhausted(
-                    f"overloaded: {self._limit} calls in progress ({self._name}); retry later", RETRY_AFTER_S
-                )
-            self._used += 1
+        try:
+            self._places.pop()
+        except IndexError:
+            raise ResourceExhausted(
+                f"overloaded: {self._limit} calls in progress ({self._name}); retry later", RETRY_AFTER_S
+            ) from None
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._used -= 1
+        self._places.append(None)
 
 
 class GrpcioFrontend:
@@ -67,6 +65,7 @@ class GrpcioFrontend:
     def __init__(self, service: Service, config: ServerConfig) -> None:
         self._config = config
         self._draining = False
+        self._workers: list[Workers] = []
         self._requests = _Room(config.max_concurrent_requests, "max_concurrent_requests")
         self._streams = _Room(config.max_concurrent_streams, "max_concurrent_streams")
         self._auth = TokenAuth(config.auth_tokens) if config.auth_tokens else None
@@ -117,10 +116,14 @@ class GrpcioFrontend:
         stopped = [s.stop(self._config.drain_s) for s in (self._server, self._admin_server) if s]
         for event in stopped:
             event.wait()
+        for workers in self._workers:
+            workers.shutdown()
 
     def _new_server(self, service: str, handlers: dict[str, grpc.RpcMethodHandler], threads: int) -> grpc.Server:
+        workers = Workers(threads, service.rpartition(".")[2])
+        self._workers.append(workers)
         server = grpc.server(
-            ThreadPoolExecutor(threads, thread_name_prefix=service.rpartition(".")[2]),
+            workers,
             maximum_concurrent_rpcs=2 * threads,
             options=[
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server

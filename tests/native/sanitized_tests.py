@@ -1,4 +1,4 @@
-"""Runs the kernel tests with the package of one folder in front of the installed one."""
+"""Runs the tests of native code with the package of one folder in front of the installed one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ sys.meta_path[:] = [
 ]
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
 sys.path.insert(0, str(target))
-spec = importlib.util.find_spec("embedserve.quant.kernels._native")
-assert spec and spec.origin and Path(spec.origin).is_relative_to(target), spec
-tests = ["tests/quant/test_kernels.py", "tests/quant/test_key_index.py", "-q", "-p", "no:cacheprovider"]
+for module in ("embedserve.quant.kernels._native", "embedserve.server._lookup"):
+    spec = importlib.util.find_spec(module)
+    assert spec and spec.origin and Path(spec.origin).is_relative_to(target), spec
+files = ["tests/quant/test_kernels.py", "tests/quant/test_key_index.py", "tests/server/test_native_lookup.py"]
+tests = [*files, "-q", "-p", "no:cacheprovider"]
 sys.exit(
     pytest.main(
         [*tests, "--deselect", "tests/quant/test_kernels.py::test_no_function_is_shared_between_instruction_sets"]

@@ -138,6 +138,33 @@ def test_overload_is_refused_with_a_time_to_retry_after(catalog_root):
         raise AssertionError("the stream's room was not given back")
 
 
+def test_unary_calls_past_the_limit_are_refused_and_their_room_is_given_back(tmp_path):
+    publish_table(tmp_path / "root", "t", np.random.default_rng(0).standard_normal((20_000, 32), np.float32))
+    refused, answered, start = [], [], threading.Barrier(12)
+    with ServerProcess(tmp_path / "root", "--max-concurrent-requests", "2") as process:
+
+        def caller():
+            with Client(process.address) as client:
+                start.wait()
+                try:
+                    answered.append(client.topk("t", query_ids=np.arange(1000), k=1, timeout_s=60))
+                except ServiceError as error:
+                    refused.append(error)
+
+        threads = [threading.Thread(target=caller) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(answered) >= 2 and len(answered) + len(refused) == 12 and refused
+        for error in refused:
+            assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after_s > 0
+            assert "max_concurrent_requests" in str(error)
+        with Client(process.address) as client:
+            for _ in range(10):
+                client.topk("t", query_ids=[1], k=1)
+
+
 def iter_until(event):
     yield [1]
     event.wait(10)
