@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 DATA = Path(__file__).parent / "movielens-small"
-CONFIDENCE, REGULARISATION = 2.0, 0.1
+# What Spark ML's ALS takes when told nothing.
+ALPHA, REGULARISATION, ROUNDS = 1.0, 0.1, 10
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ def load_titles() -> dict[int, str]:
         return {int(row["movieId"]): row["title"] for row in csv.DictReader(file)}
 
 
-def train(ratings: Ratings, dim: int = 64, rounds: int = 6) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+def train(ratings: Ratings, dim: int = 64, seed: int = 7) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Factors of users [U, dim] and items [I, dim] whose dot product ranks items for a user."""
-    generator = np.random.default_rng(7)
+    generator = np.random.default_rng(seed)
     users = generator.normal(0, 0.1, (len(ratings.user_ids), dim)).astype(np.float32)
     items = generator.normal(0, 0.1, (len(ratings.item_ids), dim)).astype(np.float32)
-    weights = (CONFIDENCE * ratings.stars / 5).astype(np.float32)
-    for _ in range(rounds):
+    weights = (ALPHA * ratings.stars).astype(np.float32)
+    for _ in range(ROUNDS):
         users = _solve(items, ratings.users, ratings.items, weights, len(users))
         items = _solve(users, ratings.items, ratings.users, weights, len(items))
     return users, items
