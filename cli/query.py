@@ -10,8 +10,7 @@ import numpy.typing as npt
 import typer
 
 from embedserve.cli.output import Json, console, print_json, print_table
-from embedserve.client import TLS, Client
-from embedserve.client._messages import OutputName
+from embedserve.client import TLS, Client, OutputName
 from embedserve.quant.errors import SourceError
 
 Server = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the server listens.")]

@@ -3,7 +3,7 @@
 from embedserve.client._async import AsyncClient
 from embedserve.client._channel import TLS
 from embedserve.client._errors import ServiceError
-from embedserve.client._messages import LookupResult, TopKResult
+from embedserve.client._messages import LookupResult, OutputName, TopKResult
 from embedserve.client._sync import Client
 
-__all__ = ["TLS", "AsyncClient", "Client", "LookupResult", "ServiceError", "TopKResult"]
+__all__ = ["TLS", "AsyncClient", "Client", "LookupResult", "OutputName", "ServiceError", "TopKResult"]

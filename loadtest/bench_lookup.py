@@ -15,18 +15,18 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from embedserve.client._messages import LookupOptions, OutputName, lookup_request
 from embedserve.loadtest import generators
 from embedserve.loadtest.results import Figure
 from embedserve.loadtest.servers import ServerProcess, finish, start
+from embedserve.proto import embedding_pb2
 from embedserve.quant import Catalog, ImportOptions, import_table, open_matrix
 
 METHOD = "/embedserve.v1.EmbeddingService/Lookup"
 DIM, CALLERS, THREADS = 64, 8, 132
-CASES: tuple[tuple[str, int, OutputName], ...] = (
-    ("256 ids, FLOAT16", 256, "float16"),
-    ("256 ids, FLOAT32", 256, "float32"),
-    ("1 id, FLOAT16", 1, "float16"),
+CASES = (
+    ("256 ids, FLOAT16", 256, embedding_pb2.FLOAT16),
+    ("256 ids, FLOAT32", 256, embedding_pb2.FLOAT32),
+    ("1 id, FLOAT16", 1, embedding_pb2.FLOAT16),
 )
 
 
@@ -46,7 +46,7 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
         with ServerProcess(root / "catalog", cpus=server_cpus) as server:
             for label, n, output in CASES:
                 ids = np.random.default_rng(1).integers(0, rows, n)
-                request = lookup_request("items", ids, LookupOptions(output=output)).SerializeToString()
+                request = embedding_pb2.LookupRequest(table="items", ids=ids, output=output).SerializeToString()
                 with grpc.insecure_channel(server.address) as channel:
                     answer_bytes = len(channel.unary_unary(METHOD)(request))
                 command = [sys.executable, "-m", "embedserve.loadtest.echo", str(answer_bytes), str(THREADS)]

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from embedserve.client import Client, ServiceError
 from embedserve.loadtest.servers import ServerProcess
-from embedserve.proto import admin_pb2, admin_pb2_grpc
+from embedserve.proto import admin_pb2, admin_pb2_grpc, embedding_pb2
 from embedserve.quant import Catalog
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -207,9 +207,8 @@ def test_the_first_request_is_not_much_slower_than_the_hundredth(catalog_root):
             grpc.channel_ready_future(channel).result(10)
             check_health(channel, "items")  # the client's own first time
             call = channel.unary_unary("/embedserve.v1.EmbeddingService/Lookup")
-            from embedserve.client._messages import LookupOptions, lookup_request
 
-            request = lookup_request("items", np.arange(256), LookupOptions()).SerializeToString()
+            request = embedding_pb2.LookupRequest(table="items", ids=np.arange(256)).SerializeToString()
             times = []
             for _ in range(120):
                 begun = time.perf_counter()

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from embedserve.client._messages import LookupOptions, lookup_request
 from embedserve.loadtest.servers import ServerProcess
+from embedserve.proto import embedding_pb2
 
 STREAMED, UNARY = 190_000, 10_000
 
@@ -25,7 +25,10 @@ def resident_kb(pid: int) -> int:
 def test_200_000_requests_leave_latency_and_memory_as_they_were(catalog_root):
     """Most of them over one stream, where one test has the time for them; with missing ids among them."""
     ids = np.random.default_rng(0).integers(-2, 1000, (50, 64))
-    requests = [lookup_request("items", row, LookupOptions(output="float16")).SerializeToString() for row in ids]
+    requests = [
+        embedding_pb2.LookupRequest(table="items", ids=row, output=embedding_pb2.FLOAT16).SerializeToString()
+        for row in ids
+    ]
     with ServerProcess(catalog_root) as server, grpc.insecure_channel(server.address) as channel:
         unary = channel.unary_unary("/embedserve.v1.EmbeddingService/Lookup")
         stream = channel.stream_stream("/embedserve.v1.EmbeddingService/LookupStream")
