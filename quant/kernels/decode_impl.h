@@ -14,7 +14,16 @@ namespace embedserve {
 namespace {
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
-constexpr int64_t kFar = 6;  // rows ahead, where a row is several lines
+// Lines asked for ahead of the row at work: fewer leave the memory idle, more push each other out of a core's
+// first cache. Short rows gain nothing past kRowsAhead.
+constexpr int64_t kLinesAhead = 84;
+constexpr int64_t kRowsAhead = 48;
+
+// Rows to ask for ahead. Rows begin at multiples of 4, so one lies on 1 + (stride - 4) / kLine lines on average.
+constexpr int64_t rows_ahead(int64_t stride) {
+  const int64_t rows = kLinesAhead * kLine / (stride + kLine - 4);
+  return rows > kRowsAhead ? kRowsAhead : rows < 2 ? 2 : rows;
+}
 
 inline int64_t load_i64(const uint8_t* p, int64_t i) { int64_t v; std::memcpy(&v, p + 8 * i, 8); return v; }
 inline uint32_t load_u32(const uint8_t* p, int64_t i) { uint32_t v; std::memcpy(&v, p + 4 * i, 4); return v; }
@@ -103,32 +112,31 @@ struct Sink {
   }
 };
 
-// Decodes a row, asking on the way for the lines of `ahead`, a row to come (or null): spread among the
-// arithmetic they do not crowd out the loads of this one.
 template <class Reader, class Out, int kDim, bool kStream>
-inline void decode_row(const uint8_t* row, uint8_t* out, int64_t runtime_dim, const uint8_t* ahead) {
+inline void decode_row(const uint8_t* row, uint8_t* out, int64_t runtime_dim) {
   const int64_t dim = kDim ? kDim : runtime_dim;
   const Reader reader(row);
   const int64_t whole = dim / 16 * 16;
-  for (int64_t c = 0; c < whole; c += 16) {
-    if (ahead && Reader::code_bytes(c) % kLine == 0) __builtin_prefetch(ahead + Reader::code_bytes(c));
+  const auto decode_block = [&](int64_t c) __attribute__((always_inline)) {
     if constexpr (kStream) reader.block(c).stream(out + c * Out::kBytes);
     else Out::put(reader.block(c), out + c * Out::kBytes);
+  };
+  if constexpr (kDim) {
+#pragma GCC unroll 24
+    for (int64_t c = 0; c < kDim / 16 * 16; c += 16) decode_block(c);
+  } else {
+    for (int64_t c = 0; c < whole; c += 16) decode_block(c);
   }
   if (whole < dim) Out::put_tail(reader.tail(whole, dim - whole), out + whole * Out::kBytes, dim - whole);
 }
 
-// Rows of more lines than this are asked for line by line while another is decoded.
-constexpr int64_t kBurstBytes = 3 * kLine;
-
 // Turns ids into positions a block at a time and runs ahead with prefetches.
-// visit(i, row, ahead) is called for every id in order, with row = null where the id names none. `ahead` is a
-// row to come whose lines, but for its last, the visitor is to ask for; null when that is done already.
+// visit(i, row) is called for every id in order, with row = null where the id names none.
 template <int kStride, class Visit>
 inline void for_each_row(const TableView& table, const uint8_t* ids, int64_t n, Visit visit) {
   constexpr int64_t kBlock = 1024;
   const int64_t stride = kStride ? kStride : table.stride;
-  const int64_t distance = stride <= 2 * kLine ? 24 : stride <= 8 * kLine ? kFar : 6;
+  const int64_t distance = rows_ahead(stride);
   const uint64_t n_rows = uint64_t(table.n_rows);
   int64_t positions[kBlock];
   const bool keyed = bool(table.index);
@@ -136,43 +144,42 @@ inline void for_each_row(const TableView& table, const uint8_t* ids, int64_t n, 
     return uint64_t(position) < n_rows ? table.rows + position * table.stride : nullptr;
   };
   // Forced inline: GCC takes a function that only prefetches for one without effect, and drops the call.
-  const auto prefetch = [&](const uint8_t* row, bool burst) __attribute__((always_inline)) {
+  const auto prefetch = [&](int64_t position) __attribute__((always_inline)) {
+    const uint8_t* row = row_at(position);
     if (!row) return;
     // Rows begin at multiples of 4, so the last prefetch covers a remainder of 4 bytes.
-    for (int64_t offset = 0; burst && offset < stride - 4; offset += kLine) __builtin_prefetch(row + offset);
+    for (int64_t offset = 0; offset < stride - 4; offset += kLine) __builtin_prefetch(row + offset);
     __builtin_prefetch(row + stride - 1);
   };
-  const bool burst = stride <= kBurstBytes;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t count = n - begin < kBlock ? n - begin : kBlock;
     // Copying also aligns: ids may start at any byte of a message.
     std::memcpy(positions, ids + 8 * begin, size_t(8 * count));
     if (keyed) table.index.find_many(positions, count, positions);
-    if (begin == 0 || keyed) for (int64_t i = 0; i < count && i < distance; ++i) prefetch(row_at(positions[i]), true);
+    if (begin == 0 || keyed) for (int64_t i = 0; i < count && i < distance; ++i) prefetch(positions[i]);
     // Dense keys run ahead over the block's end; keyed ones are not resolved there yet.
     const int64_t last = keyed ? count : n - begin;
     for (int64_t i = 0; i < count; ++i) {
-      const uint8_t* ahead = nullptr;
-      if (i + distance < count) ahead = row_at(positions[i + distance]);
-      else if (i + distance < last) ahead = row_at(load_i64(ids, begin + i + distance));
-      prefetch(ahead, burst);
-      visit(begin + i, row_at(positions[i]), burst ? nullptr : ahead);
+      if (i + distance < count) prefetch(positions[i + distance]);
+      else if (i + distance < last) prefetch(load_i64(ids, begin + i + distance));
+      visit(begin + i, row_at(positions[i]));
     }
   }
 }
 
-// Past this many bytes a result will not stay in a core's cache: write round it, without reading it first.
-constexpr int64_t kStreamBytes = int64_t(2) << 20;
+// Past this many bytes a result does not stay in the cores' shared cache: write round it, without reading it
+// first. A smaller one, written where an earlier one lay, is quicker left in the cache, and so is its reading.
+constexpr int64_t kStreamBytes = int64_t(16) << 20;
 
 template <class Reader, class Out, int kDim, bool kStream>
 int64_t gather_rows(const TableView& table, const GatherRequest& request) {
   constexpr int kStride = kDim ? int((Reader::kHeader + Reader::code_bytes(kDim) + 3) / 4 * 4) : 0;
   const int64_t row_bytes = (kDim ? kDim : table.format.dim) * Out::kBytes;
   int64_t n_missing = 0;
-  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
+  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
     uint8_t* out = request.out + i * row_bytes;
     if (__builtin_expect(row != nullptr, 1)) {
-      decode_row<Reader, Out, kDim, kStream>(row, out, table.format.dim, ahead);
+      decode_row<Reader, Out, kDim, kStream>(row, out, table.format.dim);
     } else {
       request.missing[n_missing++] = uint32_t(i);
       if (request.fill) std::memcpy(out, request.fill, size_t(row_bytes));
@@ -208,16 +215,10 @@ int64_t gather_as(const TableView& table, const GatherRequest& request) {
   return run.template operator()<0>();
 }
 
-// For visitors that decode nothing in between: the lines of `ahead` at once.
-inline __attribute__((always_inline)) void prefetch_row(const uint8_t* ahead, int64_t stride) {
-  for (int64_t offset = 0; ahead && offset < stride - 4; offset += kLine) __builtin_prefetch(ahead + offset);
-}
-
 int64_t gather_raw(const TableView& table, const GatherRequest& request) {
   const size_t row_bytes = size_t(table.format.stride());
   int64_t n_missing = 0;
-  for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
-    prefetch_row(ahead, table.stride);
+  for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
     uint8_t* out = request.out + size_t(i) * row_bytes;
     if (!row) {
       request.missing[n_missing++] = uint32_t(i);
@@ -308,9 +309,8 @@ int64_t pool(const TableView& table, const PoolRequest& request) {
       total = 0;
       ++current;
     };
-    for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
-      prefetch_row(ahead, table.stride);
-      while (i >= end_of(current)) finish();
+    for_each_row<0>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
+        while (i >= end_of(current)) finish();
       const float weight = request.weights ? load_f32(request.weights, i) : 1.0f;
       const Block weights = Block::set1(weight);
       total += weight;
@@ -329,8 +329,7 @@ int64_t pool(const TableView& table, const PoolRequest& request) {
 template <int kStride, bool kStream>
 int64_t touch_rows(const TableView& table, const GatherRequest& request) {
   const int64_t row_bytes = output_row_bytes(table.format, request.output);
-  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row, const uint8_t* ahead) {
-    prefetch_row(ahead, table.stride);
+  for_each_row<kStride>(table, request.ids, request.n, [&](int64_t i, const uint8_t* row) {
     uint8_t* out = request.out + i * row_bytes;
     float sum = 0;
     if (row) {

@@ -31,9 +31,10 @@ struct Block {
 
   // table[code] of 16 codes from 8 bytes, low nibble first; the permutation looks at 4 bits of each lane.
   static Block index_u4(Block table, const uint8_t* p) {
-    int32_t halves[2];
-    std::memcpy(halves, p, 8);
-    const __m512i packed = _mm512_mask_set1_epi32(_mm512_set1_epi32(halves[0]), 0xff00, halves[1]);
+    int32_t low, high;  // read apart: two broadcasting loads
+    std::memcpy(&low, p, 4);
+    std::memcpy(&high, p + 4, 4);
+    const __m512i packed = _mm512_mask_broadcastd_epi32(_mm512_set1_epi32(low), 0xff00, _mm_cvtsi32_si128(high));
     const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
     return {_mm512_permutexvar_ps(_mm512_srlv_epi32(packed, shifts), table.v)};
   }

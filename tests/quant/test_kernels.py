@@ -191,7 +191,7 @@ def test_gather_equals_the_reference(isa, row_type, wide, dim, ids, output, fill
 @pytest.mark.parametrize("dim", [16, 64, 384])
 def test_huge_gathers_take_the_streaming_path_to_the_same_bits(isa, row_type, dim):
     table, rows, _ = make_table(row_type, False, dim, isa=isa)
-    n = (9 << 20) // (4 * dim)
+    n = (17 << 20) // (4 * dim)  # kStreamBytes is 16 MB
     ids = np.random.default_rng(1).integers(0, len(rows) + 2, n)
     raw = np.zeros(n * dim * 4 + 128, np.uint8)
     start = -raw.ctypes.data % 64
