@@ -1,11 +1,15 @@
 """Decode-gather of random ids from a table much larger than cache, beside its peers and its floor.
 
-The floor prefetches and reads the same lines and writes as many bytes, without decoding. All rounds of all
-contenders alternate, each with ids of its own; peers that are not installed are left out, aloud.
+The floor prefetches and reads the same lines and writes as many bytes, without decoding. All contenders take
+turns in random order, with new ids for every call. Each allocates its results, as a service does for its answers,
+and from one allocator, so that none finds its memory warmer than another does. The first call of a turn is not
+timed: it finds the caches full of another contender's results, which have yet to be written back.
+Peers that are not installed are left out, aloud.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import mmap
@@ -41,6 +45,7 @@ def run(quick: bool, say: Callable[[str], None]) -> list[Figure]:
             say(
                 f"{module} is not installed: its figures are left out (pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0)"
             )
+    _keep_freed_memory()
     figures: list[Figure] = []
     table_bytes = QUICK_BYTES if quick else TABLE_BYTES
     for row_type in (RowType.INT8, RowType.INT4):
@@ -61,18 +66,13 @@ def _one_format(row_type: RowType, dim: int, table_bytes: int, quick: bool, say:
         **_torch_peer(row_type, dim, n_rows),
         **_fbgemm_peer(rows, row_type, dim),
     }
+
+    def gather(floor: bool) -> Contender:
+        return lambda ids: table.gather(ids, Output.FLOAT32, None, _new_result(4 * dim * len(ids)), floor)
+
+    contenders = {"ours": gather(floor=False), "floor": gather(floor=True), **peers}
     figures = []
     for n in N_IDS[:2] if quick else N_IDS:
-        # One each: a buffer that another has just written is warm.
-        out, floor_out = huge_array(4 * dim * n), huge_array(4 * dim * n)
-
-        def ours(ids: npt.NDArray[np.int64], out: Any = out) -> object:
-            return table.gather(ids, Output.FLOAT32, None, out)
-
-        def floor(ids: npt.NDArray[np.int64], out: Any = floor_out) -> object:
-            return table.gather(ids, Output.FLOAT32, None, out, floor=True)
-
-        contenders: dict[str, Contender] = {"ours": ours, "floor": floor, **peers}
         rounds = 3 if quick else max(MIN_ROUNDS, min(MAX_ROUNDS, IDS_A_CONTENDER // n))
         rate = _alternate(contenders, n, n_rows, rounds)
         name = f"{row_type.value} x {dim}, {n:,} ids"
@@ -92,18 +92,35 @@ def _one_format(row_type: RowType, dim: int, table_bytes: int, quick: bool, say:
 
 
 def _alternate(contenders: dict[str, Contender], n: int, n_rows: int, rounds: int) -> dict[str, float]:
+    """Million rows a second of each, medians over the rounds."""
     generator = np.random.default_rng(1)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        turn = list(contenders.items())
-        turn = turn[number % len(turn) :] + turn[: number % len(turn)]
-        for name, call in turn:
+    for _ in range(rounds):
+        for name in generator.permutation(list(contenders)):
+            contenders[name](generator.integers(0, n_rows, n))
             ids = generator.integers(0, n_rows, n)
             begun = time.perf_counter()
-            call(ids)
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - begun)
+            contenders[name](ids)
+            seconds[name].append(time.perf_counter() - begun)
     return {name: n / statistics.median(times) / 1e6 for name, times in seconds.items()}
+
+
+def _new_result(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """From malloc and aligned to a cache line, as the peers' results are."""
+    memory = np.empty(n_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + n_bytes]
+
+
+def _keep_freed_memory() -> None:
+    """Has malloc reuse what was freed, however large: else peers fault a large result in anew, page by page."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # a C library without it, such as musl's
+        return
+    m_trim_threshold, m_mmap_max = -1, -4  # glibc's malloc.h
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _two_cores(table: _native.Table, dim: int, n: int, n_rows: int, floor: bool = False) -> tuple[float, float]:
