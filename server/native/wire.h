@@ -80,7 +80,7 @@ inline bool read_plain_lookup(std::string_view data, PlainLookup& lookup) {
 class WireWriter {
  public:
   void varint(uint64_t value) {
-    for (; value > 127; value >>= 7) data_.push_back(char(value & 127 | 128));
+    for (; value > 127; value >>= 7) data_.push_back(char((value & 127) | 128));
     data_.push_back(char(value));
   }
   // proto3 leaves out a number that is 0.
