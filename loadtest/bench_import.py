@@ -23,7 +23,7 @@ from embedserve.loadtest.results import Figure
 from embedserve.quant import Catalog
 from embedserve.quant.kernels import _native
 
-DIM, ROUNDS = 64, 3
+DIM, ROUNDS = 64, 5
 PEER_ROWS = 500_000
 PEAK_LIMIT_MB, OPEN_LIMIT_S = 500.0, 1.0
 
