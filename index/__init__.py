@@ -1,5 +1,5 @@
 """Nearest rows of a query."""
 
-from embedserve.index.exact import Filter, exact_topk
+from embedserve.index.exact import Filter, Layer, exact_topk
 
-__all__ = ["Filter", "exact_topk"]
+__all__ = ["Filter", "Layer", "exact_topk"]

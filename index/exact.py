@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from embedserve.quant import Metric
 from embedserve.quant.kernels import _native
+
+Positions = npt.NDArray[np.int64]
+Found = tuple[Positions, npt.NDArray[np.float32], Positions]
+_NONE: Positions = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -18,30 +23,74 @@ class Filter:
     excluded: one ascending vector a query; allow: ascending distinct positions, or None for all.
     """
 
-    excluded: list[npt.NDArray[np.int64]]
-    allow: npt.NDArray[np.int64] | None = None
+    excluded: list[Positions]
+    allow: Positions | None = None
     min_score: float | None = None
+
+    def part(self, first: int, end: int) -> Filter:
+        """The filter as rows [first, end) see it, counted from `first`."""
+        cut = [each[slice(*np.searchsorted(each, (first, end)))] - first for each in self.excluded]
+        allow = self.allow
+        if allow is not None:
+            allow = allow[slice(*np.searchsorted(allow, (first, end)))] - first
+        return Filter(cut, allow, self.min_score)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Some of a version's rows. keys [rows], where the table has its own, decide ties; dropped: ascending positions that
+    another layer has newer rows for."""
+
+    table: _native.Table
+    keys: Positions | None
+    dropped: Positions = field(default_factory=lambda: _NONE)
 
 
 def exact_topk(
-    table: _native.Table,
-    keys: npt.NDArray[np.int64] | None,
-    metric: Metric,
-    queries: npt.NDArray[np.float32],
-    k: int,
-    filter: Filter,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    layers: Sequence[Layer], metric: Metric, queries: npt.NDArray[np.float32], k: int, filter: Filter
+) -> Found:
     """Positions [Q, k], scores [Q, k] and counts [Q] of the best rows for queries [Q, dim], best first.
 
-    `keys` [rows], where the table has its own, decide ties; entries past a query's count are undefined.
+    Positions count through the layers in their order. Entries past a query's count are undefined.
     """
+    if len(layers) == 1:
+        return _layer_topk(layers[0], metric, queries, k, filter)
+    found, first = [], 0
+    for layer in layers:
+        end = first + layer.table.n_rows
+        positions, scores, counts = _layer_topk(layer, metric, queries, k, filter.part(first, end))
+        found.append((positions, scores, counts, layer.keys, first))
+        first = end
+    return _merged(found, k, len(queries))
+
+
+def _layer_topk(layer: Layer, metric: Metric, queries: npt.NDArray[np.float32], k: int, filter: Filter) -> Found:
     n = len(queries)
-    k = min(k, table.n_rows if filter.allow is None else max(1, len(filter.allow)))
+    k = min(k, layer.table.n_rows if filter.allow is None else max(1, len(filter.allow)))
     positions = np.zeros((n, k), np.int64)
     scores = np.zeros((n, k), np.float32)
     counts = np.zeros(n, np.int64)
     spans = np.zeros(n + 1, np.int64)
     np.cumsum([len(e) for e in filter.excluded], out=spans[1:])
-    excluded = np.concatenate(filter.excluded) if filter.excluded else np.empty(0, np.int64)
-    table.topk(queries, metric.native, keys, filter.allow, excluded, spans, filter.min_score, positions, scores, counts)
+    excluded = np.concatenate(filter.excluded) if filter.excluded else _NONE
+    layer.table.topk(
+        queries, metric.native, layer.keys, filter.allow, excluded, spans, layer.dropped, filter.min_score, positions, scores, counts
+    )  # fmt: skip
+    return positions, scores, counts
+
+
+def _merged(
+    found: list[tuple[Positions, npt.NDArray[np.float32], Positions, Positions | None, int]], k: int, n_queries: int
+) -> Found:
+    width = min(k, sum(positions.shape[1] for positions, *_ in found))
+    positions, scores = np.zeros((n_queries, width), np.int64), np.zeros((n_queries, width), np.float32)
+    counts = np.zeros(n_queries, np.int64)
+    for q in range(n_queries):
+        at = [p[q, : c[q]] for p, _, c, _, _ in found]
+        score = np.concatenate([s[q, : c[q]] for _, s, c, _, _ in found])
+        key = np.concatenate([a if keys is None else keys[a] for a, (_, _, _, keys, _) in zip(at, found, strict=True)])
+        place = np.concatenate([a + first for a, (*_, first) in zip(at, found, strict=True)])
+        best = np.lexsort((key, -score))[:width]
+        counts[q] = len(best)
+        positions[q, : len(best)], scores[q, : len(best)] = place[best], score[best]
     return positions, scores, counts

@@ -6,6 +6,74 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ReloadRequest(_message.Message):
+    __slots__ = ("table", "version")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    version: str
+    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class ReloadResponse(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[TableReload]
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableReload, _Mapping]]] = ...) -> None: ...
+
+class TableReload(_message.Message):
+    __slots__ = ("table", "version", "previous", "changed")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    version: str
+    previous: str
+    changed: bool
+    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ..., previous: _Optional[str] = ..., changed: _Optional[bool] = ...) -> None: ...
+
+class RollbackRequest(_message.Message):
+    __slots__ = ("table", "version")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    version: str
+    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class RollbackResponse(_message.Message):
+    __slots__ = ("table",)
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    table: TableReload
+    def __init__(self, table: _Optional[_Union[TableReload, _Mapping]] = ...) -> None: ...
+
+class UnloadRequest(_message.Message):
+    __slots__ = ("table",)
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    def __init__(self, table: _Optional[str] = ...) -> None: ...
+
+class UnloadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UpsertRequest(_message.Message):
+    __slots__ = ("table", "keys", "values")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, table: _Optional[str] = ..., keys: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class UpsertResponse(_message.Message):
+    __slots__ = ("version", "upserted_rows")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPSERTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    upserted_rows: int
+    def __init__(self, version: _Optional[str] = ..., upserted_rows: _Optional[int] = ...) -> None: ...
+
 class ListTablesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -41,34 +109,72 @@ class DescribeTableRequest(_message.Message):
     def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class DescribeTableResponse(_message.Message):
-    __slots__ = ("summary", "versions", "manifest_json", "row_stride_bytes", "resident_bytes")
+    __slots__ = ("summary", "versions", "manifest_json", "row_stride_bytes", "resident_bytes", "upserted_rows", "loading", "refused")
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_JSON_FIELD_NUMBER: _ClassVar[int]
     ROW_STRIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPSERTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     summary: TableSummary
     versions: _containers.RepeatedScalarFieldContainer[str]
     manifest_json: str
     row_stride_bytes: int
     resident_bytes: int
-    def __init__(self, summary: _Optional[_Union[TableSummary, _Mapping]] = ..., versions: _Optional[_Iterable[str]] = ..., manifest_json: _Optional[str] = ..., row_stride_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+    upserted_rows: int
+    loading: str
+    refused: Refusal
+    def __init__(self, summary: _Optional[_Union[TableSummary, _Mapping]] = ..., versions: _Optional[_Iterable[str]] = ..., manifest_json: _Optional[str] = ..., row_stride_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., upserted_rows: _Optional[int] = ..., loading: _Optional[str] = ..., refused: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("version", "reason", "time")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    reason: str
+    time: str
+    def __init__(self, version: _Optional[str] = ..., reason: _Optional[str] = ..., time: _Optional[str] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "frontend", "kernels", "methods")
+    __slots__ = ("uptime_s", "frontend", "kernels", "methods", "tables")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     frontend: str
     kernels: str
     methods: _containers.RepeatedCompositeFieldContainer[MethodStats]
-    def __init__(self, uptime_s: _Optional[float] = ..., frontend: _Optional[str] = ..., kernels: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableStats]
+    def __init__(self, uptime_s: _Optional[float] = ..., frontend: _Optional[str] = ..., kernels: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStats, _Mapping]]] = ...) -> None: ...
+
+class TableStats(_message.Message):
+    __slots__ = ("table", "version", "taken", "refused", "rolled_back", "last_reload_s", "upserted_rows", "memory_bytes")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
+    LAST_RELOAD_S_FIELD_NUMBER: _ClassVar[int]
+    UPSERTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    version: str
+    taken: int
+    refused: int
+    rolled_back: int
+    last_reload_s: float
+    upserted_rows: int
+    memory_bytes: int
+    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ..., taken: _Optional[int] = ..., refused: _Optional[int] = ..., rolled_back: _Optional[int] = ..., last_reload_s: _Optional[float] = ..., upserted_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class MethodStats(_message.Message):
     __slots__ = ("method", "handled", "failed", "rows")

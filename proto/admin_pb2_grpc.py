@@ -49,6 +49,26 @@ class AdminServiceStub:
                 request_serializer=embedserve_dot_proto_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=embedserve_dot_proto_dot_admin__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/embedserve.v1.AdminService/Reload',
+                request_serializer=embedserve_dot_proto_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=embedserve_dot_proto_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/embedserve.v1.AdminService/Rollback',
+                request_serializer=embedserve_dot_proto_dot_admin__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=embedserve_dot_proto_dot_admin__pb2.RollbackResponse.FromString,
+                _registered_method=True)
+        self.Unload = channel.unary_unary(
+                '/embedserve.v1.AdminService/Unload',
+                request_serializer=embedserve_dot_proto_dot_admin__pb2.UnloadRequest.SerializeToString,
+                response_deserializer=embedserve_dot_proto_dot_admin__pb2.UnloadResponse.FromString,
+                _registered_method=True)
+        self.Upsert = channel.unary_unary(
+                '/embedserve.v1.AdminService/Upsert',
+                request_serializer=embedserve_dot_proto_dot_admin__pb2.UpsertRequest.SerializeToString,
+                response_deserializer=embedserve_dot_proto_dot_admin__pb2.UpsertResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -73,6 +93,40 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Takes up what the catalog names as current, and answers once every later request sees it. The same version
+        again changes nothing; reloads asked for at once follow one another. FAILED_PRECONDITION says which limit
+        a version misses (accuracy gate, health query), RESOURCE_EXHAUSTED that memory is short, DATA_LOSS that its files
+        are damaged; then what was served goes on being served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollback(self, request, context):
+        """Goes back to a version that is still open, until the next Reload or the next publish. FAILED_PRECONDITION if
+        there is none, NOT_FOUND lists those that are open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unload(self, request, context):
+        """Stops serving a table and frees its memory; Reload takes it up again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Upsert(self, request, context):
+        """Writes rows by key over the current version, quantised as its rows are. Durable and visible to Lookup and TopK
+        when it answers. All of a request's rows or none: INVALID_ARGUMENT names the key and column that cannot be
+        stored, RESOURCE_EXHAUSTED is a limit or a full disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +144,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=embedserve_dot_proto_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=embedserve_dot_proto_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=embedserve_dot_proto_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=embedserve_dot_proto_dot_admin__pb2.ReloadResponse.SerializeToString,
+            ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=embedserve_dot_proto_dot_admin__pb2.RollbackRequest.FromString,
+                    response_serializer=embedserve_dot_proto_dot_admin__pb2.RollbackResponse.SerializeToString,
+            ),
+            'Unload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unload,
+                    request_deserializer=embedserve_dot_proto_dot_admin__pb2.UnloadRequest.FromString,
+                    response_serializer=embedserve_dot_proto_dot_admin__pb2.UnloadResponse.SerializeToString,
+            ),
+            'Upsert': grpc.unary_unary_rpc_method_handler(
+                    servicer.Upsert,
+                    request_deserializer=embedserve_dot_proto_dot_admin__pb2.UpsertRequest.FromString,
+                    response_serializer=embedserve_dot_proto_dot_admin__pb2.UpsertResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +247,114 @@ class AdminService:
             '/embedserve.v1.AdminService/GetStats',
             embedserve_dot_proto_dot_admin__pb2.GetStatsRequest.SerializeToString,
             embedserve_dot_proto_dot_admin__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/embedserve.v1.AdminService/Reload',
+            embedserve_dot_proto_dot_admin__pb2.ReloadRequest.SerializeToString,
+            embedserve_dot_proto_dot_admin__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/embedserve.v1.AdminService/Rollback',
+            embedserve_dot_proto_dot_admin__pb2.RollbackRequest.SerializeToString,
+            embedserve_dot_proto_dot_admin__pb2.RollbackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/embedserve.v1.AdminService/Unload',
+            embedserve_dot_proto_dot_admin__pb2.UnloadRequest.SerializeToString,
+            embedserve_dot_proto_dot_admin__pb2.UnloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upsert(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/embedserve.v1.AdminService/Upsert',
+            embedserve_dot_proto_dot_admin__pb2.UpsertRequest.SerializeToString,
+            embedserve_dot_proto_dot_admin__pb2.UpsertResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,25 +2,38 @@
 
 from embedserve.quant.artifact import Artifact, Manifest, Quality
 from embedserve.quant.catalog import Catalog, check_table_name
+from embedserve.quant.delta import changed_fraction, make_delta
+from embedserve.quant.fold import EncodedUpserts, UnstorableRow, encode_upserts, fold_upserts
 from embedserve.quant.importer import ImportOptions, import_table
 from embedserve.quant.rows import Calibration, Metric, Output, RowFormat, RowType, Scheme
 from embedserve.quant.sources import StoredArray, open_keys, open_matrix
+from embedserve.quant.upsert_log import Place, UpsertLog, Upserts, latest
 
 __all__ = [
     "Artifact",
     "Calibration",
     "Catalog",
+    "EncodedUpserts",
     "ImportOptions",
     "Manifest",
     "Metric",
     "Output",
+    "Place",
     "Quality",
     "RowFormat",
     "RowType",
     "Scheme",
     "StoredArray",
+    "UnstorableRow",
+    "UpsertLog",
+    "Upserts",
+    "changed_fraction",
     "check_table_name",
+    "encode_upserts",
+    "fold_upserts",
     "import_table",
+    "latest",
+    "make_delta",
     "open_keys",
     "open_matrix",
 ]

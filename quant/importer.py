@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from embedserve.quant import key_index
-from embedserve.quant.artifact import MAX_DIM, ArtifactWriter, Manifest, rows_layout
+from embedserve.quant.artifact import MAX_DIM, ArtifactWriter, Manifest, UpsertMark, rows_layout
 from embedserve.quant.catalog import Catalog
-from embedserve.quant.errors import InvalidArgument, SourceError
+from embedserve.quant.errors import ArtifactError, InvalidArgument, SourceError
 from embedserve.quant.kernels import _native
 from embedserve.quant.quality import RowSample
 from embedserve.quant.rows import Calibration, Metric, RowFormat, RowType, Scheme
-from embedserve.quant.sources import StoredArray, key_chunks, to_float32
+from embedserve.quant.sources import CHUNK_BYTES, StoredArray, key_chunks, to_float32
+from embedserve.quant.upsert_log import Place, Upserts, latest
 
 Progress = Callable[[int], None]
 MAX_KEY_SEEDS = 8
@@ -81,17 +82,22 @@ def import_table(
     `progress` is called with rows done so far (and with fewer again if the table turns out to need wide
     rows). Raises SourceError for values or keys that cannot be stored, EmbedserveError when the disk is
     full. Nothing is left behind on any failure.
+
+    Upserts made until now are folded in: `source` has the last word on the keys it holds, the others' rows
+    come behind its own.
     """
-    rows, dim = source.shape
+    dim = source.shape[1]
     if dim > MAX_DIM:
         raise SourceError(f"{source.path}: dim {dim} is past {MAX_DIM}")
+    mark, folded = _upserts_to_fold(catalog, table, keys, dim)
+    rows = source.shape[0] + len(folded.keys)
     if keys is not None and rows > key_index.MAX_ROWS:
         raise SourceError(f"{source.path}: {rows} rows with keys; at most {key_index.MAX_ROWS}")
     with catalog.writer(table) as writer:
         wide = False
         while True:
             fmt = RowFormat(options.row_type, wide, dim)
-            encoder = _Import(writer, source, keys, options, fmt, progress)
+            encoder = _Import(writer, source, keys, folded, options, fmt, progress)
             try:
                 described = encoder.run()
                 break
@@ -100,30 +106,54 @@ def import_table(
         document = {
             **described, "table": table, "rows": rows, "dim": dim, "row_type": fmt.type, "wide": wide,
             "scheme": options.scheme, "calibration": options.calibration, "metric": options.metric,
-            "keys": "positions" if keys is None else "int64", "parent": catalog.current(table),
-            "source": source.path.name, "source_dtype": source.dtype_name,
+            "keys": "positions" if keys is None else "int64", "parent": _current(catalog, table),
+            "source": source.path.name, "source_dtype": source.dtype_name, "upserts": mark,
         }  # fmt: skip
-        while True:
-            try:
-                return writer.commit(catalog.next_version(table), document)
-            except FileExistsError:
-                continue  # another import took the name in this very second
+        return catalog.commit(writer, table, document)
+
+
+def _current(catalog: Catalog, table: str) -> str | None:
+    try:
+        return catalog.current(table)
+    except ArtifactError:
+        return None  # a damaged CURRENT is no reason not to make the version that replaces it
+
+
+def _upserts_to_fold(
+    catalog: Catalog, table: str, keys: StoredArray | None, dim: int
+) -> tuple[UpsertMark | None, Upserts]:
+    """The mark of a new version, and the upserts older than it whose keys its source lacks."""
+    log = catalog.upsert_log(table)
+    mark = log.rotate()
+    none = latest([], dim)
+    if mark is None or keys is None:
+        return mark, none
+    read = log.read(Place(), through=mark.through)
+    if read.damage:
+        raise ArtifactError(f"{read.damage}; mend or remove it, or upserts would be lost")
+    upserts = latest(read.batches, dim)
+    lacking = np.ones(len(upserts.keys), np.bool_)
+    if len(lacking):
+        for _, chunk in key_chunks(keys):
+            lacking &= ~np.isin(upserts.keys, chunk)
+    return mark, Upserts(upserts.keys[lacking], upserts.values[lacking])
 
 
 class _Import:
     """One attempt to write rows.safetensors in one row format."""
 
     def __init__(
-        self, writer: ArtifactWriter, source: StoredArray, keys: StoredArray | None, options: ImportOptions, fmt: RowFormat,
-        progress: Progress,
+        self, writer: ArtifactWriter, source: StoredArray, keys: StoredArray | None, folded: Upserts, options: ImportOptions,
+        fmt: RowFormat, progress: Progress,
     ) -> None:  # fmt: skip
         self.writer, self.source, self.keys, self.options, self.format = writer, source, keys, options, fmt
+        self.folded, self.rows = folded, source.shape[0] + len(folded.keys)
         self.progress = progress
         self.totals = _Totals()
-        self.sample = RowSample(source.shape[0], fmt)
+        self.sample = RowSample(self.rows, fmt)
 
     def run(self) -> dict[str, Any]:
-        rows, dim = self.source.shape
+        rows, dim = self.rows, self.source.shape[1]
         header, layout = rows_layout(self.format, rows, self.keys is not None)
         total_bytes = layout["default_row"].offset + layout["default_row"].nbytes
         seed = self._write_keys(header, total_bytes)
@@ -149,32 +179,47 @@ class _Import:
             self.writer.append(header)
             if keys is None:
                 return 0
-            if key_index.build(keys.shape[0], lambda: key_chunks(keys), seed, self.writer.append):
-                for _, chunk in key_chunks(keys):
+            if key_index.build(self.rows, self._key_chunks, seed, self.writer.append):
+                for _, chunk in self._key_chunks():
                     self.writer.append(chunk)
                 return seed
         raise SourceError(f"{keys.path if keys else ''}: no hash seed of {MAX_KEY_SEEDS} spreads these keys")
+
+    def _key_chunks(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        if self.keys is not None:
+            yield from key_chunks(self.keys)
+        if len(self.folded.keys):
+            yield self.source.shape[0], self.folded.keys
+
+    def _value_chunks(self) -> Iterator[tuple[int, npt.NDArray[np.float32] | None, npt.NDArray[Any] | None]]:
+        """(first row, values in FP32, or else as the source has them)."""
+        for first, raw in self.source.chunks():
+            yield first, None, raw
+        step = max(1, CHUNK_BYTES // (4 * self.source.shape[1]))
+        for at in range(0, len(self.folded.keys), step):
+            yield self.source.shape[0] + at, self.folded.values[at : at + step], None
 
     def _encoded(self) -> Iterator[_Chunk]:
         """Encoded chunks in order; at most a few are in memory at a time."""
         workers = len(os.sched_getaffinity(0))
         pending: deque[Future[_Chunk]] = deque()
         with ThreadPoolExecutor(workers, thread_name_prefix="encode") as pool:
-            chunks = self.source.chunks()
+            chunks = self._value_chunks()
             try:
-                for first, raw in islice(chunks, workers + 2):
-                    pending.append(pool.submit(self._encode, first, raw))
+                for chunk in islice(chunks, workers + 2):
+                    pending.append(pool.submit(self._encode, *chunk))
                 while pending:
                     done = pending.popleft().result()
-                    for first, raw in islice(chunks, 1):
-                        pending.append(pool.submit(self._encode, first, raw))
+                    for chunk in islice(chunks, 1):
+                        pending.append(pool.submit(self._encode, *chunk))
                     yield done
             finally:
                 for future in pending:
                     future.cancel()
 
-    def _encode(self, first: int, raw: npt.NDArray[Any]) -> _Chunk:
-        values = to_float32(self.source, raw)
+    def _encode(self, first: int, values: npt.NDArray[np.float32] | None, raw: npt.NDArray[Any] | None) -> _Chunk:
+        if values is None:
+            values = to_float32(self.source, raw)  # type: ignore[arg-type]  # one of the two is there
         zeroed = 0
         if self.options.nonfinite == "zero":
             bad = ~np.isfinite(values)
@@ -208,7 +253,7 @@ class _Import:
     def _key_at(self, row: int) -> int:
         if self.keys is None:
             return row
-        for first, chunk in key_chunks(self.keys):
+        for first, chunk in self._key_chunks():
             if row < first + len(chunk):
                 return int(chunk[row - first])
         raise InvalidArgument("row", f"{row} is past the keys")

@@ -79,8 +79,9 @@ def native_topk(
     positions, scores, counts = np.zeros((n, k), np.int64), np.zeros((n, k), np.float32), np.zeros(n, np.int64)
     excluded = np.empty(0, np.int64) if own is None else own
     spans = np.zeros(n + 1, np.int64) if own is None else np.arange(n + 1)
+    none = np.empty(0, np.int64)
     table.topk(
-        np.ascontiguousarray(queries), metric.native, None, None, excluded, spans, None, positions, scores, counts
+        np.ascontiguousarray(queries), metric.native, None, None, excluded, spans, none, None, positions, scores, counts
     )
     return positions
 

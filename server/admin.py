@@ -5,30 +5,49 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import numpy as np
+
 from embedserve.proto import admin_pb2
+from embedserve.quant import Upserts
+from embedserve.quant.errors import InvalidArgument
 from embedserve.quant.kernels import _native
-from embedserve.server.engine import Engine, ServedVersion
+from embedserve.server.engine import Engine
+from embedserve.server.reload import Reloader, TableLog, Taken
 from embedserve.server.stats import MethodStats
+from embedserve.server.upserts import UpsertWriter
+from embedserve.server.versions import ServedVersion
 
 
 class Admin:
-    """Answers what is served and how it fares."""
+    """Answers what is served and how it fares, and changes it."""
 
-    def __init__(self, engine: Engine, stats: Mapping[str, MethodStats], frontend: str) -> None:
-        self._engine, self._stats, self._frontend = engine, stats, frontend
+    def __init__(
+        self, engine: Engine, reloader: Reloader, upserts: UpsertWriter, stats: Mapping[str, MethodStats], frontend: str
+    ) -> None:
+        self._engine, self._reloader, self._upserts = engine, reloader, upserts
+        self._stats, self._frontend = stats, frontend
         self._started = time.monotonic()
 
     def list_tables(self, request: admin_pb2.ListTablesRequest) -> admin_pb2.ListTablesResponse:
-        return admin_pb2.ListTablesResponse(tables=[_summary(table.current) for table in self._engine.tables.values()])
+        tables = self._engine.served.tables.values()
+        return admin_pb2.ListTablesResponse(tables=[_summary(table.current) for table in tables])
 
     def describe_table(self, request: admin_pb2.DescribeTableRequest) -> admin_pb2.DescribeTableResponse:
-        version = self._engine.resolve(request.table, request.version)
+        served = self._engine.served
+        version = served.resolve(request.table, request.version)
+        history = self._reloader.tables.get(request.table, TableLog())
+        refused = history.refusal
         return admin_pb2.DescribeTableResponse(
             summary=_summary(version),
-            versions=list(self._engine.tables[request.table].versions),
+            versions=list(served.tables[request.table].versions),
             manifest_json=version.manifest.model_dump_json(by_alias=True),
             row_stride_bytes=version.manifest.format.stride,
             resident_bytes=version.ram.resident_bytes,
+            upserted_rows=len(version.overlay.keys),
+            loading=history.loading,
+            refused=admin_pb2.Refusal(version=refused.version, reason=refused.reason, time=refused.time)
+            if refused
+            else None,
         )
 
     def get_stats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
@@ -36,15 +55,55 @@ class Admin:
             admin_pb2.MethodStats(method=name, handled=s.handled, failed=s.failed, rows=s.rows)
             for name, s in self._stats.items()
         ]
+        tables = [
+            admin_pb2.TableStats(
+                table=name, version=table.current.name, taken=history.taken, refused=history.refused,
+                rolled_back=history.rolled_back, last_reload_s=history.last_reload_s,
+                upserted_rows=len(table.current.overlay.keys), memory_bytes=sum(v.memory_bytes for v in table.open),
+            )
+            for name, table in self._engine.served.tables.items()
+            if (history := self._reloader.tables.get(name, TableLog()))
+        ]  # fmt: skip
         uptime_s = time.monotonic() - self._started
         return admin_pb2.GetStatsResponse(
-            uptime_s=uptime_s, frontend=self._frontend, kernels=_native.kernels(), methods=methods
+            uptime_s=uptime_s, frontend=self._frontend, kernels=_native.kernels(), methods=methods, tables=tables
         )
+
+    def reload(self, request: admin_pb2.ReloadRequest) -> admin_pb2.ReloadResponse:
+        if request.version and not request.table:
+            raise InvalidArgument("table", "empty, but a version is given: say of which table")
+        taken = (
+            [self._reloader.reload(request.table, request.version)] if request.table else self._reloader.reload_all()
+        )
+        return admin_pb2.ReloadResponse(tables=[_reloaded(each) for each in taken])
+
+    def rollback(self, request: admin_pb2.RollbackRequest) -> admin_pb2.RollbackResponse:
+        return admin_pb2.RollbackResponse(table=_reloaded(self._reloader.rollback(request.table, request.version)))
+
+    def unload(self, request: admin_pb2.UnloadRequest) -> admin_pb2.UnloadResponse:
+        self._reloader.unload(request.table)
+        return admin_pb2.UnloadResponse()
+
+    def upsert(self, request: admin_pb2.UpsertRequest) -> admin_pb2.UpsertResponse:
+        dim = self._engine.served.resolve(request.table).dim
+        keys, values = np.array(request.keys, np.int64), np.array(request.values, np.float32)
+        if len(values) != len(keys) * dim:
+            raise InvalidArgument("values", f"{len(values)} for {len(keys)} keys of dim {dim}; send keys x dim")
+        if not len(keys):
+            raise InvalidArgument("keys", "none; send one a row")
+        version = self._upserts.upsert(request.table, Upserts(keys, values.reshape(-1, dim)))
+        return admin_pb2.UpsertResponse(version=version.name, upserted_rows=len(version.overlay.keys))
+
+
+def _reloaded(taken: Taken) -> admin_pb2.TableReload:
+    return admin_pb2.TableReload(
+        table=taken.table, version=taken.version, previous=taken.previous, changed=taken.changed
+    )
 
 
 def _summary(version: ServedVersion) -> admin_pb2.TableSummary:
     manifest = version.manifest
     return admin_pb2.TableSummary(
-        table=manifest.table, version=manifest.version, rows=manifest.rows, dim=manifest.dim,
+        table=manifest.table, version=manifest.version, rows=version.rows, dim=manifest.dim,
         row_type=manifest.row_type.value, metric=manifest.metric.value,
     )  # fmt: skip

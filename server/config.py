@@ -35,7 +35,10 @@ class ServerConfig(BaseSettings):
     root: Path = Field(description="catalog directory")
     tables: tuple[str, ...] = Field((), description="tables to serve; empty: every table with a published version")
     keep_versions: int = Field(
-        2, ge=1, le=100, description="newest versions of each table to keep open for pins, the current one included"
+        2,
+        ge=1,
+        le=100,
+        description="versions of each table to keep open for pins and Rollback, the current one included",
     )
 
     host: str = Field("127.0.0.1", description="address to listen on; loopback until you decide otherwise")
@@ -44,6 +47,16 @@ class ServerConfig(BaseSettings):
 
     huge_pages: bool = Field(False, description="copy rows into anonymous huge pages: fewer TLB misses for big tables, but memory of its own and a slower start")  # fmt: skip
     lock_memory: bool = Field(False, description="mlock rows so that they are never paged out; needs RLIMIT_MEMLOCK")
+
+    watch: bool = Field(True, description="take up a version when it is published; else only on Reload and SIGHUP")
+    reload_jitter: float = Field(0.0, ge=0, description="seconds within which replicas spread their reloads, each at a random time")  # fmt: skip
+    reload_bandwidth: int = Field(2048 * MIB, ge=MIB, description="bytes a second at which versions are read, checked and freed while others are served")  # fmt: skip
+    memory_budget: int = Field(0, ge=0, description="bytes of all open versions; a reload that would pass it is refused; 0: nine tenths of what this machine or container has")  # fmt: skip
+    min_recall: float | None = Field(None, ge=0, le=1, description="refuse a version whose recall@10 is less")
+    min_cosine: float | None = Field(None, ge=-1, le=1, description="refuse a version whose mean cosine to its source is less")  # fmt: skip
+    max_changed_fraction: float | None = Field(None, ge=0, le=1, description="refuse a version of whose rows more differ from those served; read from both, so it takes a while")  # fmt: skip
+    max_row_loss: float = Field(0.5, ge=0, le=1, description="refuse a version that has fewer rows than the one served by more than this fraction: a training that was cut short; 1 allows any")  # fmt: skip
+    max_upserted_rows: int = Field(200_000, ge=0, description="rows that may lie over a version before they are folded into the next; each Upsert takes time in proportion")  # fmt: skip
 
     max_ids: int = Field(262_144, ge=1, description="ids in one request")
     max_queries: int = Field(1_024, ge=1, description="queries in one TopK request")

@@ -1,124 +1,65 @@
-"""Which tables and versions are served, and from which memory.
+"""Which tables and versions are served.
 
-The set of versions is one immutable mapping behind one attribute: a request takes it once, and what it took
-stays whole until the request is done, whatever is swapped in meanwhile.
+What is served is one immutable snapshot behind one attribute: a request takes it once, and what it took
+stays whole until the request is done, whatever is swapped in meanwhile (read-copy-update).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from embedserve.quant import Artifact, Catalog, Manifest, Output
+from embedserve.quant import Catalog
 from embedserve.quant.errors import ArtifactError, ConfigError, NotFound
-from embedserve.quant.kernels import _native
 from embedserve.server import _lookup
-from embedserve.server.cache.ram import RamTable
+from embedserve.server.cache.memory import Pace, machine_bytes
 from embedserve.server.config import ServerConfig
+from embedserve.server.upserts import open_overlay
+from embedserve.server.versions import ServedVersion
 
 log = logging.getLogger(__name__)
-FP16_MAX = 65_504.0
-
-
-class ServedVersion:
-    """One open version: its manifest, its rows in memory, and what a missing id reads as."""
-
-    def __init__(self, artifact: Artifact, config: ServerConfig) -> None:
-        self.artifact = artifact
-        self.manifest: Manifest = artifact.manifest
-        self.ram = RamTable(artifact, config.huge_pages, config.lock_memory)
-        self.table: _native.Table = self.ram.table
-        # What every request reads, taken out of the manifest once.
-        self.name, self.dim, self.rows = self.manifest.version, self.manifest.dim, self.manifest.rows
-        self.row_bytes = tuple(self.table.row_bytes(output) for output in Output)
-        self.fits_float16 = self.manifest.quality.max_abs <= FP16_MAX
-        default_rows = tuple(encoded_default(artifact, output) for output in Output)
-        self.responder = _lookup.Responder(self.table, self.name, default_rows, self.fits_float16)
-
-    def positions(self, ids: bytes | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Row numbers [n] of ids, -1 where missing."""
-        out = np.empty(len(ids) // 8 if isinstance(ids, bytes) else len(ids), np.int64)
-        self.table.find(ids, out)
-        return out
-
-    def keys_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Keys of rows."""
-        return positions if self.artifact.keys is None else self.artifact.keys[positions]
-
-
-def encoded_default(artifact: Artifact, output: Output) -> bytes | None:
-    """The default row as `output` returns it; None if the table's row type cannot hold it."""
-    values, fmt = artifact.default_row, artifact.manifest.format
-    if output is Output.FLOAT32:
-        return values.tobytes()
-    if output is Output.FLOAT16:
-        with np.errstate(over="ignore"):
-            return values.astype("<f2").tobytes()
-    if output is Output.BFLOAT16:
-        row = np.empty((1, 4 * len(values)), np.uint8)
-        _native.encode(values[None].copy(), row, 3, False, 0, 0)
-        table = _native.Table(row, len(values), 3, False)
-        out = np.empty(2 * len(values), np.uint8)
-        table.gather(np.zeros(1, np.int64), Output.BFLOAT16, None, out)
-        return out.tobytes()
-    stored = np.empty((1, fmt.stride), np.uint8)
-    manifest = artifact.manifest
-    report = _native.encode(
-        values[None].copy(), stored, fmt.type.native, fmt.wide, manifest.scheme.native, manifest.calibration.native
-    )
-    return stored.tobytes() if report["needs_wide_row"] < 0 and report["bad_row"] < 0 else None
 
 
 @dataclass(frozen=True)
 class ServedTable:
-    """A table's open versions by name, oldest first."""
+    """A table's open versions, the one that answers first, then those that did before it, the latest first."""
 
     name: str
-    current: ServedVersion
-    versions: Mapping[str, ServedVersion]
+    open: tuple[ServedVersion, ...]
+
+    @property
+    def current(self) -> ServedVersion:
+        return self.open[0]
+
+    @property
+    def versions(self) -> Mapping[str, ServedVersion]:
+        """By name, oldest first."""
+        return {version.name: version for version in sorted(self.open, key=lambda version: version.name)}
+
+    def led_by(self, version: ServedVersion) -> ServedTable:
+        """The table with this version in front; one of the same name goes."""
+        return ServedTable(self.name, (version, *(each for each in self.open if each.name != version.name)))
 
 
-class Engine:
-    """Opens a catalog's tables and resolves names to versions."""
+class Snapshot:
+    """All that is served at one moment."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError when there is nothing to serve, ArtifactError when a current version is damaged."""
-        self._config = config
-        catalog = Catalog(config.root)
-        names = config.tables or tuple(name for name in catalog.tables() if catalog.current(name))
-        if not names:
-            raise ConfigError(
-                f"root: no published table in {config.root}; see `embedserve import --publish` and `embedserve publish`"
-            )
-        self.tables: Mapping[str, ServedTable] = {name: self._open(catalog, name) for name in names}
+    def __init__(self, tables: Mapping[str, ServedTable]) -> None:
+        self.tables = tables
         self.lookups = _lookup.Lookups(
             {
                 name: (table.current.responder, {v: served.responder for v, served in table.versions.items()})
-                for name, table in self.tables.items()
+                for name, table in tables.items()
             }
         )
-
-    def _open(self, catalog: Catalog, name: str) -> ServedTable:
-        current = ServedVersion(catalog.open(name), self._config)
-        opened = {current.manifest.version: current}
-        older = [v for v in catalog.versions(name) if v != current.manifest.version]
-        for version in reversed(older[-(self._config.keep_versions - 1) :] if self._config.keep_versions > 1 else []):
-            try:
-                opened[version] = ServedVersion(catalog.open(name, version), self._config)
-            except ArtifactError as error:
-                log.warning("version not kept for pins: %s", error, extra={"table": name, "version": version})
-        log.info("serving", extra={"table": name, "version": current.manifest.version, "rows": current.manifest.rows})
-        return ServedTable(name, current, dict(sorted(opened.items())))
 
     def resolve(self, table: str, version: str = "") -> ServedVersion:
         """The version that answers. Raises NotFound, listing what there is."""
         served = self.tables.get(table)
         if served is None:
-            raise NotFound(f"no table {table[:200]!r}; there is: {', '.join(self.tables)}")
+            raise NotFound(f"no table {table[:200]!r}; there is: {', '.join(self.tables) or 'none'}")
         if not version:
             return served.current
         pinned = served.versions.get(version)
@@ -127,3 +68,89 @@ class Engine:
                 f"table {table!r} has no version {version[:200]!r} open; there is: {', '.join(served.versions)}"
             )
         return pinned
+
+
+class Engine:
+    """Holds what is served. `served` may be read at any time; it is replaced under `changing` alone."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError when there is nothing to serve, ArtifactError when a table has no version that is whole."""
+        self.config = config
+        self.catalog = Catalog(config.root)
+        self.changing = threading.RLock()
+        self.budget_bytes = config.memory_budget or machine_bytes() * 9 // 10
+        names = self.published()
+        if not names:
+            raise ConfigError(
+                f"root: no published table in {config.root}; see `embedserve import --publish` and `embedserve publish`"
+            )
+        # What could not be served at the start, by table: (version, why).
+        self.passed_over: dict[str, tuple[str, str]] = {}
+        self.served = Snapshot({})
+        for name in names:
+            self.replace(self._open(name))
+
+    def published(self) -> list[str]:
+        """The tables to serve: those configured, or else all that the catalog has published."""
+        return list(self.config.tables) or [name for name in self.catalog.tables() if self._is_published(name)]
+
+    def _is_published(self, name: str) -> bool:
+        try:
+            return self.catalog.current(name) is not None
+        except ArtifactError:
+            return True  # and damaged, which whoever opens it will say
+
+    def replace(self, table: ServedTable) -> None:
+        """Serves the table as given, from the next request on."""
+        with self.changing:
+            self.served = Snapshot({**self.served.tables, table.name: table})
+
+    def remove(self, name: str) -> None:
+        with self.changing:
+            self.served = Snapshot({each: table for each, table in self.served.tables.items() if each != name})
+
+    @property
+    def open_bytes(self) -> int:
+        return sum(version.memory_bytes for table in self.served.tables.values() for version in table.open)
+
+    def open_version(self, table: str, version: str, pace: Pace, check: bool) -> ServedVersion:
+        """Raises ArtifactError or NotFound."""
+        artifact = self.catalog.open(table, version)
+        overlay = open_overlay(self.catalog.upsert_log(table), artifact.manifest)
+        return ServedVersion.open(artifact, overlay, self.config, pace, check)
+
+    def _open(self, name: str) -> ServedTable:
+        current = self._newest_whole(name)
+        opened = [current]
+        older = [v for v in self.catalog.versions(name) if v < current.name]
+        for version in reversed(older[-(self.config.keep_versions - 1) :] if self.config.keep_versions > 1 else []):
+            try:
+                opened.append(self.open_version(name, version, Pace(None), check=False))
+            except ArtifactError as error:
+                log.warning("version not kept for pins: %s", error, extra={"table": name, "version": version})
+        log.info("serving", extra={"table": name, "version": current.name, "rows": current.manifest.rows})
+        return ServedTable(name, tuple(opened))
+
+    def _newest_whole(self, name: str) -> ServedVersion:
+        """The current version; if its files are damaged or gone, the newest one before it that is whole."""
+        published = self.catalog.current(name)
+        try:
+            return self.open_version(name, "", Pace(None), check=True)
+        except (ArtifactError, NotFound) as error:
+            if published is None:
+                raise
+            failure = error
+        for version in reversed([v for v in self.catalog.versions(name) if v < published]):
+            try:
+                whole = self.open_version(name, version, Pace(None), check=True)
+            except (ArtifactError, NotFound) as error:
+                log.error("version is damaged too: %s", error, extra={"table": name, "version": version})
+                continue
+            log.error(
+                "current version cannot be served, an older one is: %s",
+                failure,
+                extra={"table": name, "version": version},
+            )
+            self.passed_over[name] = (published, str(failure))
+            return whole
+        raise failure

@@ -1,4 +1,4 @@
-"""A server's life, in the order it happens: open, warm up, listen, serve, drain."""
+"""A server's life, in the order it happens: open, warm up, listen, watch, serve, drain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from collections.abc import Callable
 import numpy as np
 
 from embedserve.proto import wire_pb2
+from embedserve.quant.errors import FailedPrecondition
 from embedserve.server import logs
 from embedserve.server.admin import Admin
 from embedserve.server.config import ServerConfig
 from embedserve.server.engine import Engine
 from embedserve.server.frontend.grpcio import GrpcioFrontend
-from embedserve.server.service import Service
+from embedserve.server.reload import Reloader
+from embedserve.server.service import ERROR, Service
+from embedserve.server.upserts import UpsertWriter
+from embedserve.server.watch import Watcher
 
 log = logging.getLogger(__name__)
 WARM_UP_ROUNDS = 3
@@ -31,9 +35,13 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     logs.configure(config.log_format, config.log_level)
     engine = Engine(config)
     service = Service(engine, config)
-    _warm_up(service, engine)
+    for name, table in engine.served.tables.items():
+        _ask(service, engine, name, table.current.name)
     frontend = GrpcioFrontend(service, config)
-    frontend.add_admin(Admin(engine, frontend.stats, frontend.name))
+    reloader = Reloader(engine, lambda table, version: _ask(service, engine, table, version), frontend.table_health)
+    upserts = UpsertWriter(engine)
+    watcher = Watcher(engine, reloader, upserts)
+    frontend.add_admin(Admin(engine, reloader, upserts, frontend.stats, frontend.name))
     _warn_if_open(config)
     # What is loaded by now lives as long as the process: the collector need not look at it during requests.
     gc.collect()
@@ -42,24 +50,44 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGHUP, lambda *_: _request_all(reloader, engine))
+    reloader.start()
+    upserts.start()
     frontend.start()
-    frontend.serve_health(list(engine.tables))
+    frontend.serve_health()
+    if config.watch:
+        watcher.start()
     ready(f"listening {config.host}:{frontend.port} admin {config.host}:{frontend.admin_port}")
     stop.wait()
     log.info("draining", extra={"drain_s": config.drain_s})
+    if config.watch:
+        watcher.stop()
     frontend.drain()
+    upserts.stop()
+    reloader.stop()
     log.info("stopped")
 
 
-def _warm_up(service: Service, engine: Engine) -> None:
-    """Runs the request path once or more for every table, so that the first caller pays for no first time."""
-    for name, table in engine.tables.items():
-        ids = table.current.keys_at(np.arange(min(16, table.current.manifest.rows))).astype("<i8").tobytes()
-        lookup = wire_pb2.LookupRequest(table=name, ids=[ids]).SerializeToString()
-        topk = wire_pb2.TopKRequest(table=name, query_ids=[ids[:8]], k=1).SerializeToString()
-        for _ in range(WARM_UP_ROUNDS):
-            service.lookup(lookup)
-        service.topk(topk)
+def _request_all(reloader: Reloader, engine: Engine) -> None:
+    for name in engine.published():
+        reloader.request(name)
+
+
+def _ask(service: Service, engine: Engine, table: str, version: str) -> None:
+    """Runs the request path of a table's version, some times: whether it answers, and so that the first caller
+    pays for no first time. Raises EmbedserveError if it does not answer as it should."""
+    served = engine.served.resolve(table, version)
+    positions = np.arange(min(16, served.manifest.rows))
+    keys = (positions if served.artifact.keys is None else served.artifact.keys[positions]).astype("<i8")
+    lookup = wire_pb2.LookupRequest(table=table, version=version, ids=[keys.tobytes()], on_missing=ERROR)
+    topk = wire_pb2.TopKRequest(
+        table=table, version=version, query_ids=[keys[:1].tobytes()], k=1, allow=[keys.tobytes()]
+    )
+    for _ in range(WARM_UP_ROUNDS):
+        answer, _ = service.lookup(lookup.SerializeToString())
+    if wire_pb2.LookupResponse.FromString(answer).version != version:
+        raise FailedPrecondition(f"asked for version {version}, another answered")
+    service.topk(topk.SerializeToString())
 
 
 def _warn_if_open(config: ServerConfig) -> None:

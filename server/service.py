@@ -18,7 +18,8 @@ from embedserve.quant import Output
 from embedserve.quant.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from embedserve.server import wire
 from embedserve.server.config import ServerConfig
-from embedserve.server.engine import Engine, ServedVersion
+from embedserve.server.engine import Engine, Snapshot
+from embedserve.server.versions import ServedVersion
 
 NONE, SUM, MEAN = 0, 1, 2
 ZERO, DEFAULT, ERROR = 0, 1, 2
@@ -41,17 +42,18 @@ class Service:
 
     def lookup(self, data: bytes) -> tuple[bytes, int]:
         """LookupRequest to LookupResponse; also the number of ids asked for."""
-        answer = self._engine.lookups.answer(data, self._max_ids, self._max_response_bytes)
-        return answer or self._lookup(wire.parse(wire_pb2.LookupRequest, data), self._max_response_bytes)
+        served = self._engine.served
+        answer = served.lookups.answer(data, self._max_ids, self._max_response_bytes)
+        return answer or self._lookup(served, wire.parse(wire_pb2.LookupRequest, data), self._max_response_bytes)
 
     def lookup_batch(self, data: bytes) -> tuple[bytes, int]:
         """LookupBatchRequest to LookupBatchResponse; also the number of ids asked for."""
-        batch = wire.parse(wire_pb2.LookupBatchRequest, data)
+        batch, served = wire.parse(wire_pb2.LookupBatchRequest, data), self._engine.served
         room = self._max_response_bytes
         parts, n_ids = [], 0
         for i, request in enumerate(batch.requests):
             try:
-                answer, n = self._lookup(request, room)
+                answer, n = self._lookup(served, request, room)
             except InvalidArgument as error:
                 raise InvalidArgument(f"requests[{i}].{error.field}", error.description) from None
             except (NotFound, FailedPrecondition) as error:
@@ -63,8 +65,8 @@ class Service:
             room -= len(answer) + 8
         return b"".join(parts), n_ids
 
-    def _lookup(self, request: Any, max_bytes: int) -> tuple[bytes, int]:
-        version = self._engine.resolve(request.table, request.version)
+    def _lookup(self, served: Snapshot, request: Any, max_bytes: int) -> tuple[bytes, int]:
+        version = served.resolve(request.table, request.version)
         ids = wire.joined(request.ids, 8, "ids")
         n = len(ids) >> 3
         output = _output(request.output, "output", version)
@@ -96,8 +98,8 @@ class Service:
 
     def topk(self, data: bytes) -> tuple[bytes, int]:
         """TopKRequest to TopKResponse; also the number of queries."""
-        request = wire.parse(wire_pb2.TopKRequest, data)
-        version = self._engine.resolve(request.table, request.version)
+        request, served = wire.parse(wire_pb2.TopKRequest, data), self._engine.served
+        version = served.resolve(request.table, request.version)
         output = (
             _output(request.include_vectors, "include_vectors", version)
             if request.HasField("include_vectors")
@@ -105,7 +107,7 @@ class Service:
         )
         if not 1 <= request.k <= self._limits.max_k:
             raise InvalidArgument("k", f"{request.k}; allowed are 1 to {self._limits.max_k} (max_k)")
-        queries, missing = self._queries(request, version)
+        queries, missing = self._queries(served, request, version)
         n = len(queries)
         if n > self._limits.max_queries:
             raise self._too_many("queries", n, "max_queries", self._limits.max_queries)
@@ -119,9 +121,7 @@ class Service:
                 "ask for fewer queries, a smaller k or no vectors, or raise it and the client's receive limit"
             )
         chosen = self._filter(request, version, n)
-        positions, scores, counts = exact_topk(
-            version.table, version.artifact.keys, version.manifest.metric, queries, request.k, chosen
-        )
+        positions, scores, counts = exact_topk(version.layers, version.manifest.metric, queries, request.k, chosen)
         counts[missing] = 0
         real = np.arange(positions.shape[1])[None, :] < counts[:, None]
         found = positions[real]
@@ -138,7 +138,9 @@ class Service:
             response.vectors = vectors.tobytes()
         return response.SerializeToString(), n
 
-    def _queries(self, request: Any, version: ServedVersion) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    def _queries(
+        self, served: Snapshot, request: Any, version: ServedVersion
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """Query vectors [Q, dim] and which of them are of ids that name no row [Q]."""
         dim = version.dim
         vectors = wire.joined(request.vectors, 4, "vectors")
@@ -157,7 +159,7 @@ class Service:
             return queries, np.zeros(len(queries), np.bool_)
         source = version
         if request.query_table and request.query_table != request.table:
-            source = self._engine.resolve(request.query_table)
+            source = served.resolve(request.query_table)
             if source.manifest.dim != dim:
                 raise InvalidArgument(
                     "query_table", f"{request.query_table!r} has dim {source.manifest.dim}, {request.table!r} has {dim}"
@@ -204,7 +206,7 @@ class Service:
 def _output(number: int, field: str, version: ServedVersion) -> Output:
     _check_enum(number, OUTPUT_NAMES, field)
     if number == Output.FLOAT16 and not version.fits_float16:
-        largest = version.manifest.quality.max_abs
+        largest = version.max_abs
         raise FailedPrecondition(
             f"{field}: table {version.manifest.table!r} has values up to {largest:g}, past FLOAT16; ask for BFLOAT16 or FLOAT32"
         )

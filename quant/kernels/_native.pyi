@@ -15,8 +15,9 @@ def index_buckets(n_keys: int) -> int: ...
 
 class Table:
     def __init__(
-        self, rows: Any, dim: int, row_type: int, wide: bool, index: Any = None, seed: int = 0, kernels: str = ""
-    ) -> None: ...
+        self, rows: Any, dim: int, row_type: int, wide: bool, index: Any = None, seed: int = 0, kernels: str = "",
+        upserts: Table | None = None,
+    ) -> None: ...  # fmt: skip
     @property
     def n_rows(self) -> int: ...
     @property
@@ -37,6 +38,7 @@ class Table:
         allow: Any,
         excluded: Any,
         spans: Any,
+        dropped: Any,
         min_score: float | None,
         positions: Any,
         scores: Any,

@@ -36,8 +36,9 @@ nb::object missing_bytes(const uint32_t* missing, int64_t n) {
   return nb::bytes(reinterpret_cast<const char*>(missing), size_t(4 * n));
 }
 
-void make_table(Table* self, nb::object rows, int64_t dim, int row_type, bool wide, nb::object index, uint64_t seed, const std::string& kernels) {
-  new (self) Table(rows, make_format(row_type, wide, dim), index, seed, choose(kernels));
+void make_table(Table* self, nb::object rows, int64_t dim, int row_type, bool wide, nb::object index, uint64_t seed, const std::string& kernels,
+                nb::object upserts) {
+  new (self) Table(rows, make_format(row_type, wide, dim), index, seed, choose(kernels), upserts);
 }
 
 int64_t row_bytes(const Table& table, int output) { return table.row_bytes(checked<Output>(output, 3, "output")); }
@@ -69,21 +70,14 @@ nb::object pool(const Table& table, nb::object ids, nb::object offsets, nb::obje
 void find(const Table& table, nb::object ids, nb::object out) {
   const Buffer id_bytes(ids, "ids", 8), target(out, "out", 8, true);
   if (target.items() != id_bytes.items()) throw nb::value_error("out: wrong number of items");
-  const TableView& view = table.view();
-  const Unlocked unlocked(id_bytes.items() * int64_t(sizeof(KeyBucket)));
-  int64_t* positions = reinterpret_cast<int64_t*>(target.data());
-  std::memcpy(positions, id_bytes.data(), size_t(8 * id_bytes.items()));
-  if (view.index) return view.index.find_many(positions, id_bytes.items(), positions);
-  for (int64_t i = 0; i < id_bytes.items(); ++i) {
-    if (uint64_t(positions[i]) >= uint64_t(view.n_rows)) positions[i] = -1;
-  }
+  table.find(id_bytes.data(), id_bytes.items(), reinterpret_cast<int64_t*>(target.data()));
 }
 
 using Queries = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Positions = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void topk(const Table& table, Queries queries, int metric, nb::object keys, nb::object allow, Positions excluded, Positions spans,
-          nb::object min_score, nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> positions,
+          Positions dropped, nb::object min_score, nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> positions,
           nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> scores,
           nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> counts) {
   const TableView& view = table.view();
@@ -116,6 +110,8 @@ void topk(const Table& table, Queries queries, int metric, nb::object keys, nb::
   if (!allow.is_none() && !request.allow) request.allow = &nothing;
   request.excluded = excluded.data();
   request.excluded_spans = spans.data();
+  request.dropped = dropped.data();
+  request.n_dropped = int64_t(dropped.shape(0));
   request.has_min_score = !min_score.is_none();
   if (request.has_min_score) request.min_score = nb::cast<float>(min_score);
   request.positions = positions.data();
@@ -205,7 +201,8 @@ NB_MODULE(_native, m) {
   m.attr("MAX_INDEXED_ROWS") = kMaxIndexedRows;
 
   nb::class_<Table>(m, "Table", "A version's rows in memory. Borrows its buffers; safe for concurrent use.")
-      .def("__init__", &make_table, "rows"_a, "dim"_a, "row_type"_a, "wide"_a, "index"_a = nb::none(), "seed"_a = 0, "kernels"_a = "")
+      .def("__init__", &make_table, "rows"_a, "dim"_a, "row_type"_a, "wide"_a, "index"_a = nb::none(), "seed"_a = 0, "kernels"_a = "",
+           "upserts"_a = nb::none())
       .def_prop_ro("n_rows", [](const Table& table) { return table.view().n_rows; })
       .def_prop_ro("stride", [](const Table& table) { return table.view().stride; })
       .def_prop_ro("kernels", [](const Table& table) { return table.kernels().name; })
@@ -215,8 +212,8 @@ NB_MODULE(_native, m) {
       .def("pool", &pool, "ids"_a, "offsets"_a, "weights"_a.none(), "mean"_a, "output"_a, "fill"_a.none(), "out"_a,
            "One pooled row a bag into out; missing as in gather. Raises ValueError on bad offsets.")
       .def("find", &find, "ids"_a, "out"_a, "Positions of ids into out, int64; -1 where missing.")
-      .def("topk", &topk, "queries"_a, "metric"_a, "keys"_a.none(), "allow"_a.none(), "excluded"_a, "spans"_a, "min_score"_a.none(),
-           "positions"_a, "scores"_a, "counts"_a, "Exact top-K into positions, scores [Q, k] and counts [Q].");
+      .def("topk", &topk, "queries"_a, "metric"_a, "keys"_a.none(), "allow"_a.none(), "excluded"_a, "spans"_a, "dropped"_a, "min_score"_a.none(),
+           "positions"_a, "scores"_a, "counts"_a, "Exact top-K of this table's own rows, but for positions `dropped`, into positions, scores [Q, k] and counts [Q].");
   nb::class_<IndexPart>(m, "KeyIndexPart", "Builds a key index one range of buckets at a time.")
       .def(nb::init<uint64_t, uint64_t>(), "n_buckets"_a, "seed"_a)
       .def("begin", &IndexPart::begin, "buckets"_a, "lo"_a, "hi"_a)

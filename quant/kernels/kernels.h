@@ -70,6 +70,8 @@ struct TopKRequest {
   int64_t n_allow = 0;
   const int64_t* excluded = nullptr;        // positions, ascending within each query's span
   const int64_t* excluded_spans = nullptr;  // [n_queries + 1] into `excluded`
+  const int64_t* dropped = nullptr;         // positions left out for every query, ascending
+  int64_t n_dropped = 0;
   bool has_min_score = false;
   float min_score = 0;
   int64_t* positions = nullptr;             // [n_queries, k], best first

@@ -46,15 +46,23 @@ inline void decode_padded(const uint8_t* row, float* out, int64_t dim, Block mas
   if (whole < dim) (reader.tail(whole, dim - whole) * mask).store(reinterpret_cast<uint8_t*>(out + whole));
 }
 
+// Ascending positions.
+struct PositionSet {
+  const int64_t *begin, *end;
+  bool holds(int64_t position) const {
+    return std::binary_search(begin, end, position, [](int64_t a, int64_t b) { return a < b; });
+  }
+};
+
 class QueryHeap {
  public:
-  QueryHeap(int64_t k, const int64_t* excluded, int64_t n_excluded)
-      : k_(size_t(k)), excluded_(excluded), end_(excluded + n_excluded) {}
+  QueryHeap(const TopKRequest& request, const int64_t* excluded, int64_t n_excluded)
+      : k_(size_t(request.k)), excluded_{excluded, excluded + n_excluded}, dropped_{request.dropped, request.dropped + request.n_dropped} {}
 
   void offer(float score, int64_t key, int64_t position) {
     const Candidate candidate{score, key, position};
     if (heap_.size() == k_ && !Better()(candidate, heap_.front())) return;
-    if (std::binary_search(excluded_, end_, position, [](int64_t a, int64_t b) { return a < b; })) return;
+    if (excluded_.holds(position) || dropped_.holds(position)) return;
     if (heap_.size() == k_) {
       std::pop_heap(heap_.begin(), heap_.end(), Better());
       heap_.back() = candidate;
@@ -72,7 +80,7 @@ class QueryHeap {
 
  private:
   size_t k_;
-  const int64_t *excluded_, *end_;
+  PositionSet excluded_, dropped_;
   Scratch<Candidate> heap_;
 };
 
@@ -91,7 +99,7 @@ void topk(const TableView& table, const TopKRequest& request) {
     query_norms[size_t(q)] = std::sqrt(dot(&queries[size_t(q * padded)], &queries[size_t(q * padded)], padded));
     const int64_t begin = request.excluded_spans ? request.excluded_spans[q] : 0;
     const int64_t end = request.excluded_spans ? request.excluded_spans[q + 1] : 0;
-    heaps.emplace_back(request.k, request.excluded + begin, end - begin);
+    heaps.emplace_back(request, request.excluded + begin, end - begin);
   }
 
   const int64_t n = request.allow ? request.n_allow : table.n_rows;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "python_buffers.h"
@@ -12,10 +13,14 @@
 namespace embedserve {
 
 // Immutable once made; safe for concurrent use.
+//
+// `upserts`, if any, is a table with keys whose rows stand before this one's: a key is looked for there first,
+// and its row there has position n_rows + its position there. `topk` alone sees only this table's own rows.
 class Table {
  public:
   // Raises ValueError for rows or an index that cannot be of the format.
-  Table(nb::object rows, RowFormat format, nb::object index, uint64_t seed, const Kernels& kernels) : kernels_(kernels) {
+  Table(nb::object rows, RowFormat format, nb::object index, uint64_t seed, const Kernels& kernels, nb::object upserts)
+      : kernels_(kernels), keep_upserts_(upserts), upserts_(upserts.is_none() ? nullptr : &nb::cast<const Table&>(upserts)) {
     view_.format = format;
     view_.stride = format.stride();
     rows_ = std::make_unique<Buffer>(rows, "rows", size_t(view_.stride));
@@ -27,6 +32,11 @@ class Table {
       if (reinterpret_cast<uintptr_t>(index_->data()) % alignof(KeyBucket) != 0) throw nb::value_error("index: not aligned to 8 bytes");
       view_.index = KeyIndex(index_->data(), uint64_t(index_->items()), seed, view_.n_rows);
     }
+    if (upserts_) {
+      const RowFormat& other = upserts_->view_.format;
+      if (other.type != format.type || other.wide != format.wide || other.dim != format.dim) throw nb::value_error("upserts: of another row format");
+      if (!upserts_->view_.index || upserts_->upserts_) throw nb::value_error("upserts: must have keys, and no upserts of its own");
+    }
   }
 
   const TableView& view() const { return view_; }
@@ -36,7 +46,8 @@ class Table {
   // These hold the GIL when called, and release it where that pays. They return the number of missing ids.
   int64_t gather(const GatherRequest& request) const {
     const Unlocked unlocked(request.n * (view_.stride + row_bytes(request.output)));
-    return kernels_.gather(view_, request);
+    const int64_t n_missing = kernels_.gather(view_, request);
+    return upserts_ ? overwrite_with_upserts(request, n_missing) : n_missing;
   }
   int64_t touch(const GatherRequest& request) const {
     const Unlocked unlocked(request.n * (view_.stride + row_bytes(request.output)));
@@ -44,11 +55,98 @@ class Table {
   }
   int64_t pool(const PoolRequest& request) const {
     const Unlocked unlocked(request.n * view_.stride);
-    return kernels_.pool(view_, request);
+    return upserts_ ? pool_with_upserts(request) : kernels_.pool(view_, request);
+  }
+  // Positions of ids (int64[n], unaligned), -1 where missing.
+  void find(const uint8_t* ids, int64_t n, int64_t* positions) const {
+    const Unlocked unlocked(n * int64_t(sizeof(KeyBucket)));
+    std::vector<int64_t> upserted;
+    if (upserts_) upserted = upserts_->own_positions(ids, n);
+    own_positions(ids, n, positions);
+    for (int64_t i = 0; i < int64_t(upserted.size()); ++i) {
+      if (upserted[size_t(i)] >= 0) positions[i] = view_.n_rows + upserted[size_t(i)];
+    }
   }
 
  private:
+  void own_positions(const uint8_t* ids, int64_t n, int64_t* positions) const {
+    if (n) std::memcpy(positions, ids, size_t(8 * n));
+    if (view_.index) return view_.index.find_many(positions, n, positions);
+    for (int64_t i = 0; i < n; ++i) {
+      if (uint64_t(positions[i]) >= uint64_t(view_.n_rows)) positions[i] = -1;
+    }
+  }
+  std::vector<int64_t> own_positions(const uint8_t* ids, int64_t n) const {
+    std::vector<int64_t> positions(static_cast<size_t>(n));
+    own_positions(ids, n, positions.data());
+    return positions;
+  }
+
+  // Puts upserted rows in the places of their ids, and takes those places out of `missing`.
+  int64_t overwrite_with_upserts(const GatherRequest& request, int64_t n_missing) const {
+    const std::vector<int64_t> positions = upserts_->own_positions(request.ids, request.n);
+    std::vector<int64_t> found;
+    for (int64_t position : positions) {
+      if (position >= 0) found.push_back(position);
+    }
+    if (found.empty()) return n_missing;
+    const int64_t bytes = row_bytes(request.output);
+    const std::unique_ptr<uint8_t[]> rows(new uint8_t[size_t(bytes) * found.size()]);
+    const std::unique_ptr<uint32_t[]> none(new uint32_t[found.size()]);
+    TableView by_position = upserts_->view_;
+    by_position.index = KeyIndex();
+    GatherRequest inner;
+    inner.ids = reinterpret_cast<const uint8_t*>(found.data());
+    inner.n = int64_t(found.size());
+    inner.output = request.output;
+    inner.out = rows.get();
+    inner.missing = none.get();
+    kernels_.gather(by_position, inner);
+    const uint8_t* row = rows.get();
+    for (int64_t i = 0; i < request.n; ++i) {
+      if (positions[size_t(i)] < 0) continue;
+      std::memcpy(request.out + i * bytes, row, size_t(bytes));
+      row += bytes;
+    }
+    int64_t kept = 0;
+    for (int64_t m = 0; m < n_missing; ++m) {
+      const uint32_t place = request.missing[m];
+      if (positions[place] < 0) request.missing[kept++] = place;
+    }
+    return kept;
+  }
+
+  // Pools decoded rows: the same sums in the same order as over stored ones.
+  int64_t pool_with_upserts(const PoolRequest& request) const {
+    const size_t dim = size_t(view_.format.dim), n = size_t(request.n);
+    const std::unique_ptr<float[]> rows(new float[n * dim + 1]);
+    GatherRequest gathered;
+    gathered.ids = request.ids;
+    gathered.n = request.n;
+    gathered.fill = reinterpret_cast<const uint8_t*>(request.fill);
+    gathered.out = reinterpret_cast<uint8_t*>(rows.get());
+    gathered.missing = request.missing;
+    const int64_t n_missing = overwrite_with_upserts(gathered, kernels_.gather(view_, gathered));
+    TableView decoded;
+    decoded.rows = gathered.out;
+    decoded.n_rows = request.n;
+    decoded.format.type = RowType::kFp32;
+    decoded.format.dim = view_.format.dim;
+    decoded.stride = decoded.format.stride();
+    std::vector<int64_t> places(n);
+    for (size_t i = 0; i < n; ++i) places[i] = int64_t(i);
+    const std::unique_ptr<uint32_t[]> none(new uint32_t[n + 1]);
+    PoolRequest inner = request;
+    inner.ids = reinterpret_cast<const uint8_t*>(places.data());
+    inner.fill = nullptr;
+    inner.missing = none.get();
+    kernels_.pool(decoded, inner);
+    return n_missing;
+  }
+
   const Kernels& kernels_;
+  nb::object keep_upserts_;
+  const Table* upserts_;
   TableView view_;
   std::unique_ptr<Buffer> rows_, index_;
 };

@@ -33,6 +33,7 @@ EMBEDDING = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_n
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 RETRY_AFTER_S = 0.05
+ADMIN_THREADS = 32  # reloads and upserts hold one each while they wait
 SPARE_THREADS = 4  # for health, reflection and refusals while all room is taken
 
 Call = Callable[[bytes], tuple[bytes, int]]
@@ -91,12 +92,16 @@ class GrpcioFrontend:
             "ListTables": (admin_pb2.ListTablesRequest, admin.list_tables),
             "DescribeTable": (admin_pb2.DescribeTableRequest, admin.describe_table),
             "GetStats": (admin_pb2.GetStatsRequest, admin.get_stats),
+            "Reload": (admin_pb2.ReloadRequest, admin.reload),
+            "Rollback": (admin_pb2.RollbackRequest, admin.rollback),
+            "Unload": (admin_pb2.UnloadRequest, admin.unload),
+            "Upsert": (admin_pb2.UpsertRequest, admin.upsert),
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(self._admin_call(call), request_deserializer=kind.FromString)
             for name, (kind, call) in calls.items()
         }
-        self._admin_server = self._new_server(ADMIN, handlers, SPARE_THREADS)
+        self._admin_server = self._new_server(ADMIN, handlers, ADMIN_THREADS)
         self.admin_port = _bind(self._admin_server, self._config, self._config.admin_port, "admin_port")
 
     def start(self) -> None:
@@ -104,10 +109,16 @@ class GrpcioFrontend:
         if self._admin_server:
             self._admin_server.start()
 
-    def serve_health(self, services: list[str]) -> None:
-        """Turns the named services, EmbeddingService and the whole server to SERVING."""
-        for name in ("", EMBEDDING, *services):
+    def serve_health(self) -> None:
+        """Turns EmbeddingService and the whole server to SERVING."""
+        for name in ("", EMBEDDING):
             self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def table_health(self, table: str, served: bool, as_published: bool) -> None:
+        """A table's health under its name; under `TABLE:current`, whether it is served as the catalog says."""
+        for name, well in ((table, served), (f"{table}:current", as_published)):
+            status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+            self.health.set(name, status)
 
     def drain(self) -> None:
         """Turns health to NOT_SERVING, refuses new calls, and waits up to drain_s for those in flight."""
@@ -157,7 +168,10 @@ class GrpcioFrontend:
             else:
                 stats.succeeded(rows)
                 return answer
-            _abort(context, failure)
+            try:
+                _abort(context, failure)
+            finally:
+                del failure  # or this frame and the error keep each other, and what the request read, alive
             raise AssertionError("abort raises")
 
         return handle
@@ -180,7 +194,10 @@ class GrpcioFrontend:
             except Exception as error:  # noqa: BLE001 (the boundary: every error becomes a status)
                 stats.failed_once()
                 failure = error
-            _abort(context, failure)
+            try:
+                _abort(context, failure)
+            finally:
+                del failure
 
         return handle
 
@@ -191,7 +208,10 @@ class GrpcioFrontend:
                 return call(request).SerializeToString()
             except Exception as error:  # noqa: BLE001 (the boundary: every error becomes a status)
                 failure = error
-            _abort(context, failure)
+            try:
+                _abort(context, failure)
+            finally:
+                del failure
             raise AssertionError("abort raises")
 
         return handle

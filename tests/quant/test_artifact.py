@@ -39,7 +39,7 @@ def edit_manifest(root: Path, change) -> None:
     (lambda m: m.update(keys="positions"), "are not those of the manifest"),
     (lambda m: m.update(rows=-1), "rows: "),
     (lambda m: m.update(rows=10**30), "manifest"),
-    (lambda m: m.update(schema=2), "schema"),
+    (lambda m: m.update(schema=3), "schema"),
     (lambda m: m.update(surprise=1), "surprise"),
     (lambda m: m.pop("metric"), "metric"),
     (lambda m: m.update(version="20200101T000000Z"), "but lies in"),

@@ -253,9 +253,11 @@ def test_bad_offsets_are_refused_by_the_binding_itself(offsets):
 @pytest.mark.parametrize("metric", ["ip", "l2", "cosine"])
 @given(
     dim=st.sampled_from(DIMS), row_type=st.sampled_from(FORMATS), n=st.integers(1, 150), n_queries=st.integers(1, 4),
-    k=st.integers(1, 200), excluding=st.booleans(), allowing=st.booleans(), least=st.booleans(), seed=st.integers(0, 1000),
+    k=st.integers(1, 200), excluding=st.booleans(), allowing=st.booleans(), dropping=st.booleans(), least=st.booleans(), seed=st.integers(0, 1000),
 )  # fmt: skip
-def test_topk_equals_a_full_sort(isa, metric, dim, row_type, n, n_queries, k, excluding, allowing, least, seed):
+def test_topk_equals_a_full_sort(
+    isa, metric, dim, row_type, n, n_queries, k, excluding, allowing, dropping, least, seed
+):
     """Scores agree within 4 ULPs of the sum of magnitudes (order of summation and FMA differ)."""
     generator = np.random.default_rng(seed)
     table, rows, _ = make_table(*row_type, dim, n=n, seed=seed, isa=isa)
@@ -266,6 +268,7 @@ def test_topk_equals_a_full_sort(isa, metric, dim, row_type, n, n_queries, k, ex
         np.unique(generator.integers(0, n, 5)) if excluding else np.empty(0, np.int64) for _ in range(n_queries)
     ]
     allow = np.unique(generator.integers(0, n, max(1, n // 2))) if allowing else None
+    dropped = np.unique(generator.integers(0, n, 3)) if dropping else np.empty(0, np.int64)
     exact = ref.scores(queries, values, metric)
     min_score = float(np.float32(np.median(exact))) if least else None
     positions, scores, counts = (
@@ -276,13 +279,25 @@ def test_topk_equals_a_full_sort(isa, metric, dim, row_type, n, n_queries, k, ex
     spans = np.cumsum([0, *map(len, excluded)])
     names = ["ip", "l2", "cosine"]
     table.topk(
-        queries, names.index(metric), keys, allow, np.concatenate(excluded), spans, min_score, positions, scores, counts
+        queries,
+        names.index(metric),
+        keys,
+        allow,
+        np.concatenate(excluded),
+        spans,
+        dropped,
+        min_score,
+        positions,
+        scores,
+        counts,
     )
     magnitude = np.abs(queries).max() * np.abs(values).max() * dim * 4 + np.square(values).max() * dim + 1
     bound = 1.0 if metric == "cosine" else magnitude
     for q in range(n_queries):
         found = positions[q, : counts[q]]
-        possible = set(range(n) if allow is None else allow.tolist()) - set(excluded[q].tolist())
+        possible = (
+            set(range(n) if allow is None else allow.tolist()) - set(excluded[q].tolist()) - set(dropped.tolist())
+        )
         assert len(set(found)) == len(found) and set(found.tolist()) <= possible
         np.testing.assert_allclose(scores[q, : counts[q]], exact[q, found], atol=bound * 1e-6)
         ranked = list(zip(-scores[q, : counts[q]], keys[found], strict=True))
@@ -300,9 +315,9 @@ def test_equal_rows_tie_exactly_and_by_key():
     positions, scores, counts = np.zeros((1, 10), np.int64), np.zeros((1, 10), np.float32), np.zeros(1, np.int64)
     none = np.empty(0, np.int64)
     query = np.ones((1, 50), np.float32)
-    table.topk(query, 0, keys, None, none, np.zeros(2, np.int64), None, positions, scores, counts)
+    table.topk(query, 0, keys, None, none, np.zeros(2, np.int64), none, None, positions, scores, counts)
     assert keys[positions[0]].tolist() == list(range(-50, -40))
-    table.topk(query, 0, None, none, none, np.zeros(2, np.int64), None, positions, scores, counts)
+    table.topk(query, 0, None, none, none, np.zeros(2, np.int64), none, None, positions, scores, counts)
     assert counts.tolist() == [0]  # an empty allow list allows nothing
 
 

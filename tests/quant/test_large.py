@@ -41,7 +41,7 @@ def test_rows_at_the_far_end_are_found(row_type, dim, n_rows):
     assert np.frombuffer(missing, np.uint32).tolist() == [5, 6]
     positions, scores, counts = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32), np.zeros(1, np.int64)
     none, spans = np.empty(0, np.int64), np.zeros(2, np.int64)
-    table.topk(values[4:5].copy(), 1, None, places, none, spans, None, positions, scores, counts)
+    table.topk(values[4:5].copy(), 1, None, places, none, spans, none, None, positions, scores, counts)
     assert positions[0, 0] == n_rows - 1
 
 

@@ -48,8 +48,8 @@ requests = st.builds(
 
 @given(request=requests, pinned=st.booleans())
 def test_both_ways_answer_alike(service, engine, request, pinned):
-    if pinned and request.table in engine.tables:
-        request.version = min(engine.tables[request.table].versions)
+    if pinned and request.table in engine.served.tables:
+        request.version = min(engine.served.tables[request.table].versions)
     data = request.SerializeToString()
     assert outcome(service, data) == outcome(service, data + UNKNOWN_FIELD)
 
@@ -82,7 +82,7 @@ def test_noise_is_answered_or_refused(service, noise):
 @pytest.mark.parametrize("ids", [[], [1, 1, 999], [5, 5000, -1]])
 def test_plain_requests_take_the_short_way(engine, output, on_missing, ids):
     request = pb.LookupRequest(table="items", ids=ids, output=output, on_missing=on_missing)
-    answer = engine.lookups.answer(request.SerializeToString(), MAX_IDS, MAX_BYTES)
+    answer = engine.served.lookups.answer(request.SerializeToString(), MAX_IDS, MAX_BYTES)
     assert answer is not None and answer[1] == len(ids)
     response = pb.LookupResponse.FromString(answer[0])
     known = sum(0 <= i < 1000 for i in ids)
@@ -102,14 +102,14 @@ def test_plain_requests_take_the_short_way(engine, output, on_missing, ids):
     ],
 )
 def test_every_other_goes_the_long_way(engine, request_):
-    assert engine.lookups.answer(request_.SerializeToString(), MAX_IDS, MAX_BYTES) is None
+    assert engine.served.lookups.answer(request_.SerializeToString(), MAX_IDS, MAX_BYTES) is None
 
 
 def test_a_response_at_the_limit_is_answered_and_one_past_it_refused(engine):
     """Missing places count too: they may push past the limit a response whose rows fit."""
     ids = np.full(25, -1)
     data = pb.LookupRequest(table="items", ids=ids).SerializeToString()
-    length = len(engine.lookups.answer(data, MAX_IDS, 1 << 20)[0])
+    length = len(engine.served.lookups.answer(data, MAX_IDS, 1 << 20)[0])
     assert length > 25 * 96 + 4 * 25
-    assert engine.lookups.answer(data, MAX_IDS, length) is not None
-    assert engine.lookups.answer(data, MAX_IDS, length - 1) is None
+    assert engine.served.lookups.answer(data, MAX_IDS, length) is not None
+    assert engine.served.lookups.answer(data, MAX_IDS, length - 1) is None
