@@ -1,4 +1,4 @@
-"""Commands on a catalog's files: import, publish, tables, describe, verify."""
+"""Commands on a catalog's files: import, publish, delta, fold, tables, describe, verify."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from embedserve.quant import (
     Metric,
     RowType,
     Scheme,
+    fold_upserts,
     import_table,
+    make_delta,
     open_keys,
     open_matrix,
 )
@@ -39,6 +41,8 @@ class NonFinite(str, Enum):
 def register(app: typer.Typer) -> None:
     app.command("import")(import_)
     app.command()(publish)
+    app.command()(delta)
+    app.command()(fold)
     app.command()(tables)
     app.command()(describe)
     app.command()(verify)
@@ -102,12 +106,66 @@ def publish(
     root: Root,
     table: TableName,
     version: Annotated[str, typer.Option(help="Which one; the newest if not given.")] = "",
+    delta: Annotated[Path | None, typer.Option(metavar="DIR", help="Take this delta into the catalog first.")] = None,
 ) -> None:
-    """Make a version current, after checking every byte of it.
+    """Make a version current, after checking every byte of it. An older one takes every server back to it.
 
     Example: `embedserve publish --root catalog --table items`
     """
-    console.print(f"{table}: current is {Catalog(root).publish(table, version)}")
+    catalog = Catalog(root)
+    if delta and version:
+        raise typer.BadParameter("give either --version or --delta, which has a version of its own")
+    if delta:
+        version = catalog.install_delta(table, delta)
+    console.print(f"{table}: current is {catalog.publish(table, version)}")
+
+
+def delta(
+    old: Annotated[str, typer.Argument(metavar="OLD", help="The version that those who take it have.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The version that they will have.")],
+    root: Root,
+    table: TableName,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
+    json: Json = False,
+) -> None:
+    """Write what changed from one version to another, small enough to send to other machines every hour.
+
+    There: `embedserve publish --root catalog --table items --delta DIR`.
+
+    Example: `embedserve delta 20261201T060000Z 20261201T070000Z --root catalog --table items --out items-delta`
+    """
+    catalog = Catalog(root)
+    old_version, new_version = catalog.open(table, old), catalog.open(table, new)
+    with progress_bar(f"delta {table}", new_version.manifest.rows) as progress:
+        made = make_delta(old_version, new_version, out, progress)
+    if json:
+        print_json(made.model_dump(mode="json", by_alias=True))
+        return
+    share = made.file.bytes / new_version.manifest.total_bytes
+    console.print(
+        f"{out}: {made.changed:,} rows changed, {made.appeared:,} appeared, {made.vanished:,} vanished; "
+        f"{made.file.bytes:,} bytes, {share:.1%} of the version"
+    )
+
+
+def fold(
+    root: Root,
+    table: TableName,
+    publish: Annotated[bool, typer.Option("--publish", help="Make the new version current.")] = False,
+) -> None:
+    """Make a new version of the current one with all upserts in place.
+
+    Example: `embedserve fold --root catalog --table items --publish`
+    """
+    catalog = Catalog(root)
+    with progress_bar(f"fold {table}", catalog.open(table).manifest.rows) as progress:
+        manifest = fold_upserts(catalog, table, progress)
+    if publish:
+        catalog.publish(table, manifest.version)
+    console.print(
+        f"{table} {manifest.version}: {manifest.rows:,} rows, upserts in place"
+        + ("; published" if publish else f"; next: embedserve publish --root {root} --table {table}")
+    )
 
 
 def tables(root: Root, json: Json = False) -> None:

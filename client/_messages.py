@@ -27,6 +27,7 @@ _UNAVAILABLE: tuple[UnavailableName, ...] = ("default_rows", "fail")
 FIRST_IDS = 1024  # sent before a row's size is known
 MAX_IDS = 131_072
 ANSWER_BYTES = 3 << 20  # aimed at; under gRPC's usual 4 MiB
+STARTS = 3  # of a lookup in parts whose version leaves the server meanwhile
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def lookup_exchange(
     """Yields requests, takes their answers, returns the result; a failed call is thrown in as ServiceError.
 
     More ids than one answer should carry are asked for in parts, all of the version that answered the
-    first. A part that the server finds too large is halved.
+    first; if that leaves the server meanwhile, all are asked for again. A part that the server finds too
+    large is halved.
     """
     if options.pooling != "none":
         answer = yield lookup_request(table, ids, options).SerializeToString()
@@ -131,12 +133,15 @@ def lookup_exchange(
             options.output,
         )
     parts: list[LookupResult] = []
-    at, size, version = 0, FIRST_IDS, options.version
+    at, size, version, starts = 0, FIRST_IDS, options.version, 1
     while at < len(ids) or not parts:
         part = ids[at : at + size]
         try:
             answer = yield lookup_request(table, part, options, version).SerializeToString()
         except ServiceError as error:
+            if error.code is grpc.StatusCode.NOT_FOUND and version != options.version and starts < STARTS:
+                parts, at, version, starts = [], 0, options.version, starts + 1
+                continue
             if (
                 error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED
                 or error.retry_after_s is not None

@@ -133,3 +133,13 @@ class TopKResponse(_message.Message):
     vectors: bytes
     missing_queries: bytes
     def __init__(self, version: _Optional[str] = ..., ids: _Optional[bytes] = ..., scores: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., vectors: _Optional[bytes] = ..., missing_queries: _Optional[bytes] = ...) -> None: ...
+
+class UpsertRequest(_message.Message):
+    __slots__ = ("table", "keys", "values")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    values: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, table: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., values: _Optional[_Iterable[bytes]] = ...) -> None: ...

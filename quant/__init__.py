@@ -6,7 +6,7 @@ from embedserve.quant.delta import changed_fraction, make_delta
 from embedserve.quant.fold import EncodedUpserts, UnstorableRow, encode_upserts, fold_upserts
 from embedserve.quant.importer import ImportOptions, import_table
 from embedserve.quant.rows import Calibration, Metric, Output, RowFormat, RowType, Scheme
-from embedserve.quant.sources import StoredArray, open_keys, open_matrix
+from embedserve.quant.sources import StoredArray, key_chunks, open_keys, open_matrix, to_float32
 from embedserve.quant.upsert_log import Place, UpsertLog, Upserts, latest
 
 __all__ = [
@@ -32,8 +32,10 @@ __all__ = [
     "encode_upserts",
     "fold_upserts",
     "import_table",
+    "key_chunks",
     "latest",
     "make_delta",
     "open_keys",
     "open_matrix",
+    "to_float32",
 ]

@@ -132,7 +132,7 @@ def read_manifest(directory: Path) -> Manifest:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ArtifactError(f"{path}: {path.stat().st_size} bytes; not a manifest")
         manifest = Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{directory}: no {MANIFEST}; not a version of a table") from None
     except ValidationError as error:
         first = error.errors()[0]

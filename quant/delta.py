@@ -83,7 +83,7 @@ def read_delta(directory: Path) -> DeltaManifest:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ArtifactError(f"{path}: {path.stat().st_size} bytes; not the manifest of a delta")
         return DeltaManifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{directory}: neither rows nor a delta; not a version of a table") from None
     except ValidationError as error:
         first = error.errors()[0]

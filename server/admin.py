@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from embedserve.proto import admin_pb2
+from embedserve.proto import admin_pb2, wire_pb2
 from embedserve.quant import Upserts
-from embedserve.quant.errors import InvalidArgument
+from embedserve.quant.errors import InvalidArgument, NotFound
 from embedserve.quant.kernels import _native
+from embedserve.server import wire
 from embedserve.server.engine import Engine
 from embedserve.server.reload import Reloader, TableLog, Taken
 from embedserve.server.stats import MethodStats
@@ -34,9 +35,11 @@ class Admin:
 
     def describe_table(self, request: admin_pb2.DescribeTableRequest) -> admin_pb2.DescribeTableResponse:
         served = self._engine.served
-        version = served.resolve(request.table, request.version)
         history = self._reloader.tables.get(request.table, TableLog())
         refused = history.refusal
+        if refused and request.table not in served.tables:
+            raise NotFound(f"table {request.table!r} is not served: {refused.reason}")
+        version = served.resolve(request.table, request.version)
         return admin_pb2.DescribeTableResponse(
             summary=_summary(version),
             versions=list(served.tables[request.table].versions),
@@ -84,9 +87,10 @@ class Admin:
         self._reloader.unload(request.table)
         return admin_pb2.UnloadResponse()
 
-    def upsert(self, request: admin_pb2.UpsertRequest) -> admin_pb2.UpsertResponse:
+    def upsert(self, request: wire_pb2.UpsertRequest) -> admin_pb2.UpsertResponse:
         dim = self._engine.served.resolve(request.table).dim
-        keys, values = np.array(request.keys, np.int64), np.array(request.values, np.float32)
+        keys = wire.as_ids(wire.joined(request.keys, 8, "keys"))
+        values = np.frombuffer(wire.joined(request.values, 4, "values"), "<f4")
         if len(values) != len(keys) * dim:
             raise InvalidArgument("values", f"{len(values)} for {len(keys)} keys of dim {dim}; send keys x dim")
         if not len(keys):

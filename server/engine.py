@@ -74,7 +74,8 @@ class Engine:
     """Holds what is served. `served` may be read at any time; it is replaced under `changing` alone."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError when there is nothing to serve, ArtifactError when a table has no version that is whole."""
+        """Raises ConfigError when there is nothing to serve, NotFound for a configured table that is not there, ArtifactError
+        when no table has a version that is whole."""
         self.config = config
         self.catalog = Catalog(config.root)
         self.changing = threading.RLock()
@@ -88,7 +89,9 @@ class Engine:
         self.passed_over: dict[str, tuple[str, str]] = {}
         self.served = Snapshot({})
         for name in names:
-            self.replace(self._open(name))
+            self._open(name)
+        if not self.served.tables:
+            raise ArtifactError("; ".join(why for _, why in self.passed_over.values()))
 
     def published(self) -> list[str]:
         """The tables to serve: those configured, or else all that the catalog has published."""
@@ -119,8 +122,14 @@ class Engine:
         overlay = open_overlay(self.catalog.upsert_log(table), artifact.manifest)
         return ServedVersion.open(artifact, overlay, self.config, pace, check)
 
-    def _open(self, name: str) -> ServedTable:
-        current = self._newest_whole(name)
+    def _open(self, name: str) -> None:
+        """Serves a table as it was published, or as near to that as its files allow."""
+        try:
+            current = self._newest_whole(name)
+        except ArtifactError as error:
+            log.error("table cannot be served: %s", error, extra={"table": name})
+            self.passed_over[name] = ("", str(error))
+            return
         opened = [current]
         older = [v for v in self.catalog.versions(name) if v < current.name]
         for version in reversed(older[-(self.config.keep_versions - 1) :] if self.config.keep_versions > 1 else []):
@@ -129,21 +138,25 @@ class Engine:
             except ArtifactError as error:
                 log.warning("version not kept for pins: %s", error, extra={"table": name, "version": version})
         log.info("serving", extra={"table": name, "version": current.name, "rows": current.manifest.rows})
-        return ServedTable(name, tuple(opened))
+        self.replace(ServedTable(name, tuple(opened)))
 
     def _newest_whole(self, name: str) -> ServedVersion:
-        """The current version; if its files are damaged or gone, the newest one before it that is whole."""
+        """The current version; if its files are damaged or gone, the newest one before it that is whole.
+
+        Raises ArtifactError if there is none, or CURRENT itself cannot be read: a version that was never published
+        is not served in its place. Raises NotFound for what was never there.
+        """
         published = self.catalog.current(name)
         try:
             return self.open_version(name, "", Pace(None), check=True)
         except (ArtifactError, NotFound) as error:
             if published is None:
                 raise
-            failure = error
+            failure = str(error)
         for version in reversed([v for v in self.catalog.versions(name) if v < published]):
             try:
                 whole = self.open_version(name, version, Pace(None), check=True)
-            except (ArtifactError, NotFound) as error:
+            except ArtifactError as error:
                 log.error("version is damaged too: %s", error, extra={"table": name, "version": version})
                 continue
             log.error(
@@ -151,6 +164,6 @@ class Engine:
                 failure,
                 extra={"table": name, "version": version},
             )
-            self.passed_over[name] = (published, str(failure))
+            self.passed_over[name] = (published, failure)
             return whole
-        raise failure
+        raise ArtifactError(failure)

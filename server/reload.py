@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from queue import SimpleQueue
 
-from embedserve.quant import Artifact
+from embedserve.quant import Artifact, check_table_name
 from embedserve.quant.errors import ArtifactError, EmbedserveError, FailedPrecondition, NotFound, ResourceExhausted
 from embedserve.server import gate
 from embedserve.server.cache.memory import Pace
@@ -94,13 +94,13 @@ class Reloader:
         self.tables: dict[str, TableLog] = {}
         for name, table in engine.served.tables.items():
             self.tables[name] = TableLog(named=table.current.name)
-            if name in engine.passed_over:
-                self._note_refusal(name, *engine.passed_over[name])
+        for name, (version, why) in engine.passed_over.items():
+            self._note_refusal(name, version, why)
 
     def start(self) -> None:
         self._thread.start()
         self._freeing.start()
-        for name in self._engine.served.tables:
+        for name in self.tables:
             self._tell(name)
 
     def stop(self) -> None:
@@ -163,6 +163,7 @@ class Reloader:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             job()
+            del job  # or its error would keep what it read alive until the next one
 
     def _free(self) -> None:
         while (leaving := self._leaving.get()) is not None:
@@ -194,14 +195,12 @@ class Reloader:
             log.exception("reload failed", extra={"table": table})
 
     def _reload(self, table: str, version: str) -> Taken:
-        history = self.tables.setdefault(table, TableLog())
+        history = self.tables.setdefault(check_table_name(table), TableLog())
         wanted = version
         try:
             named = self._named(table)
             history.named = named
-            wanted = version or named or ""
-            if not wanted:
-                raise NotFound(f"table {table[:200]!r} has no published version")
+            wanted = version or named or self._engine.catalog.open(table).manifest.version
             return self._take_up(table, wanted, history)
         except Exception as error:
             served = self._engine.served.tables.get(table)

@@ -35,8 +35,7 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     logs.configure(config.log_format, config.log_level)
     engine = Engine(config)
     service = Service(engine, config)
-    for name, table in engine.served.tables.items():
-        _ask(service, engine, name, table.current.name)
+    _warm_up(service, engine)
     frontend = GrpcioFrontend(service, config)
     reloader = Reloader(engine, lambda table, version: _ask(service, engine, table, version), frontend.table_health)
     upserts = UpsertWriter(engine)
@@ -71,6 +70,11 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
 def _request_all(reloader: Reloader, engine: Engine) -> None:
     for name in engine.published():
         reloader.request(name)
+
+
+def _warm_up(service: Service, engine: Engine) -> None:
+    for name, table in engine.served.tables.items():
+        _ask(service, engine, name, table.current.name)
 
 
 def _ask(service: Service, engine: Engine, table: str, version: str) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from embedserve.proto import embedding_pb2, wire_pb2
+from embedserve.proto import admin_pb2, embedding_pb2, wire_pb2
 from embedserve.quant.errors import InvalidArgument
 
 M = TypeVar("M", bound=Message)
@@ -23,14 +23,15 @@ _PUBLIC: dict[type[Message], type[Message]] = {
     wire_pb2.LookupRequest: embedding_pb2.LookupRequest,
     wire_pb2.LookupBatchRequest: embedding_pb2.LookupBatchRequest,
     wire_pb2.TopKRequest: embedding_pb2.TopKRequest,
+    wire_pb2.UpsertRequest: admin_pb2.UpsertRequest,
 }
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """Parses a request as its twin. Raises InvalidArgument if it is no such message."""
+    """Parses a request, as its twin if it has one. Raises InvalidArgument if it is no such message."""
     try:
         message = kind.FromString(data)
-        if _has_unknown(message):
+        if kind in _PUBLIC and _has_unknown(message):
             message = kind.FromString(_PUBLIC[kind].FromString(data).SerializeToString())
     except DecodeError as error:
         raise InvalidArgument("request", f"not a valid message: {error}") from None

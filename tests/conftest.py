@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,21 @@ def rows_of(root: Path, table: str, version: str = "") -> tuple[np.ndarray, Arti
     artifact = Catalog(root).open(table, version)
     manifest = artifact.manifest
     return reference.decode(artifact.rows, manifest.row_type.native, manifest.wide, manifest.dim), artifact
+
+
+def eventually(check: Callable[[], object], timeout_s: float = 15) -> None:
+    """Waits until `check` gives something true; an assertion that fails in it is tried again too."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            if check():
+                return
+            failure = None
+        except AssertionError as error:
+            failure = error
+        if time.monotonic() > end:
+            raise failure or AssertionError(f"not within {timeout_s} s")
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")

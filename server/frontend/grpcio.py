@@ -18,8 +18,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_status import rpc_status
 
-from embedserve.proto import admin_pb2, embedding_pb2
+from embedserve.proto import admin_pb2, embedding_pb2, wire_pb2
 from embedserve.quant.errors import ConfigError, DeadlineExceeded, EmbedserveError, ResourceExhausted, Unavailable
+from embedserve.server import wire
 from embedserve.server.admin import Admin
 from embedserve.server.auth import TokenAuth
 from embedserve.server.config import ServerConfig
@@ -95,10 +96,10 @@ class GrpcioFrontend:
             "Reload": (admin_pb2.ReloadRequest, admin.reload),
             "Rollback": (admin_pb2.RollbackRequest, admin.rollback),
             "Unload": (admin_pb2.UnloadRequest, admin.unload),
-            "Upsert": (admin_pb2.UpsertRequest, admin.upsert),
+            "Upsert": (wire_pb2.UpsertRequest, admin.upsert),
         }
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(self._admin_call(call), request_deserializer=kind.FromString)
+            name: grpc.unary_unary_rpc_method_handler(self._admin_call(kind, call))
             for name, (kind, call) in calls.items()
         }
         self._admin_server = self._new_server(ADMIN, handlers, ADMIN_THREADS)
@@ -201,11 +202,13 @@ class GrpcioFrontend:
 
         return handle
 
-    def _admin_call(self, call: Callable[[Any], Message]) -> Callable[[Any, grpc.ServicerContext], bytes]:
-        def handle(request: Any, context: grpc.ServicerContext) -> bytes:
+    def _admin_call(
+        self, kind: type[Message], call: Callable[[Any], Message]
+    ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+        def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
             try:
                 self._admit(context, self._admin_auth)
-                return call(request).SerializeToString()
+                return call(wire.parse(kind, request)).SerializeToString()
             except Exception as error:  # noqa: BLE001 (the boundary: every error becomes a status)
                 failure = error
             try:

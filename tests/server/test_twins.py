@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import FieldDescriptor as F
 
-from embedserve.proto import embedding_pb2, wire_pb2
+from embedserve.proto import admin_pb2, embedding_pb2, wire_pb2
 
 FIXED = {F.TYPE_SFIXED64, F.TYPE_FIXED32, F.TYPE_FLOAT}
 
 
 def test_every_field_has_its_twin():
-    public, twin = embedding_pb2.DESCRIPTOR.message_types_by_name, wire_pb2.DESCRIPTOR.message_types_by_name
+    public, twin = dict(embedding_pb2.DESCRIPTOR.message_types_by_name), wire_pb2.DESCRIPTOR.message_types_by_name
+    public["UpsertRequest"] = admin_pb2.DESCRIPTOR.message_types_by_name["UpsertRequest"]
     assert set(public) == set(twin)
     for name, message in public.items():
         fields = {f.name: f for f in twin[name].fields}
