@@ -159,9 +159,12 @@ class Catalog:
     def next_version(self, table: str) -> str:
         """A name for a new version: the time in UTC, or one second past the newest, whichever is later."""
         now = datetime.now(timezone.utc).replace(tzinfo=None)
-        times = [name for name in self.versions(table) if _TIME_NAME.fullmatch(name)]
+        names = self.versions(table)
+        with contextlib.suppress(ArtifactError):  # a damaged CURRENT names nothing
+            names.append(self.current(table) or "")  # which may have been deleted, and still be served
+        times = [name for name in names if _TIME_NAME.fullmatch(name)]
         if times:
-            now = max(now, datetime.strptime(times[-1], _TIME_FORMAT) + timedelta(seconds=1))
+            now = max(now, datetime.strptime(max(times), _TIME_FORMAT) + timedelta(seconds=1))
         return now.strftime(_TIME_FORMAT)
 
     def publish(self, table: str, version: str = "") -> str:

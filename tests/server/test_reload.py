@@ -357,7 +357,7 @@ def test_a_version_whose_keys_lead_to_other_rows_fails_the_health_query(tmp_path
 
 GATES = {
     "min_cosine": (("--min-cosine", "0.99999"), dict(bits=4), r"mean cosine to its source is 0\.99\d+, and min_cosine 0\.99999"),
-    "min_recall": (("--min-recall", "0.97"), dict(bits=4), r"recall@10 is 0\.\d+, and min_recall 0\\.97"),
+    "min_recall": (("--min-recall", "0.97"), dict(bits=4), r"recall@10 is 0\.\d+, and min_recall 0\.97"),
     "changes": (("--max-changed-fraction", "0.1"), dict(changed=0.2), r"20\.0% of its rows differ from .*, and max_changed_fraction 0\.1"),
     "rows": (("--max-row-loss", "0.1"), dict(rows=0.8), r"1,600 rows are 20\.0% fewer than the 2,000 .*, and max_row_loss 0\.1"),
     "rows by default": ((), dict(rows=0.49), r"980 rows are 51\.0% fewer"),
