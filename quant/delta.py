@@ -16,14 +16,16 @@ The result's bytes are those of the version it was made from, to the bit: its ma
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +149,7 @@ class _Section:
     """One compressed array, on disk while the others grow."""
 
     def __init__(self, folder: Path) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed once written out)
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (see close)
         self._stream = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj()
         self.size = 0
 
@@ -158,6 +160,9 @@ class _Section:
         self._keep(self._stream.flush())
         self._file.seek(0)
         return self._file
+
+    def close(self) -> None:
+        self._file.close()
 
     def _keep(self, data: bytes) -> None:
         self._file.write(data)
@@ -171,9 +176,10 @@ def make_delta(old: Artifact, new: Artifact, folder: Path, progress: Progress = 
     """
     folder.mkdir(parents=True)
     try:
-        sections = {name: _Section(folder) for name in SECTIONS}
-        counts = _fill(sections, old, new, progress)
-        entry = _write_sections(sections, folder / DELTA_FILE)
+        with contextlib.ExitStack() as stack:
+            sections = {name: stack.enter_context(contextlib.closing(_Section(folder))) for name in SECTIONS}
+            counts = _fill(sections, old, new, progress)
+            entry = _write_sections(sections, folder / DELTA_FILE)
         document = DeltaManifest(
             schema=1, base=old.manifest.version, base_sha256=old.rows_entry.sha256, file=entry, **counts
         )
@@ -219,7 +225,6 @@ def _write_sections(sections: dict[str, _Section], path: Path) -> FileEntry:
                 out.write(block)
                 digest.update(block)
                 size += len(block)
-            file.close()
         out.flush()
         os.fsync(out.fileno())
     return FileEntry(bytes=size, sha256=digest.hexdigest(), xxh3=None)
@@ -243,6 +248,27 @@ def apply_delta(folder: Path, writer: Callable[[str], ArtifactWriter]) -> None:
     with writer(manifest.table) as out:
         _Rebuild(folder, manifest, base).write(out)
         out.commit_rows(manifest)
+
+
+class _Part(io.RawIOBase):
+    """One array's bytes in a file: the decompressor would read on past an empty frame into the next array."""
+
+    def __init__(self, path: Path, tensor: Tensor) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 (closed with this)
+        self._file.seek(tensor.offset)
+        self._left = tensor.nbytes
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(self._left if size < 0 else min(size, self._left))
+        self._left -= len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _Rebuild:
@@ -362,10 +388,8 @@ class _Rebuild:
         return np.frombuffer(data, dtype)
 
     def _stream(self, name: str) -> zstandard.ZstdDecompressionReader:
-        tensor = self._tensors[name]
-        file = open(self._folder / DELTA_FILE, "rb")  # noqa: SIM115 (the reader closes it)
-        file.seek(tensor.offset)
-        return zstandard.ZstdDecompressor().stream_reader(file, closefd=True)
+        part = _Part(self._folder / DELTA_FILE, self._tensors[name])
+        return zstandard.ZstdDecompressor().stream_reader(cast("IO[bytes]", part), closefd=True)
 
     def _read(self, stream: zstandard.ZstdDecompressionReader, n_bytes: int) -> bytes:
         parts, left = [], n_bytes

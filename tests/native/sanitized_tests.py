@@ -13,7 +13,14 @@ sys.meta_path[:] = [
 ]
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
 sys.path.insert(0, str(target))
-files = ["tests/quant/test_kernels.py", "tests/quant/test_key_index.py", "tests/server/test_native_lookup.py"]
+names = (
+    "quant/test_kernels",
+    "quant/test_key_index",
+    "quant/test_upserted_tables",
+    "index/test_layers",
+    "server/test_native_lookup",
+)
+files = [f"tests/{name}.py" for name in names]
 tests = [*files, "-q", "-p", "no:cacheprovider"]
 failed = pytest.main(
     [*tests, "--deselect", "tests/quant/test_kernels.py::test_no_function_is_shared_between_instruction_sets"]
