@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import reference
 from hypothesis import HealthCheck, settings
 
-from embedserve.client import Client
+from embedserve.client import AdminClient, Client
 from embedserve.loadtest.servers import ServerProcess
 from embedserve.quant import Artifact, Catalog, ImportOptions, Metric, RowType, import_table, open_keys, open_matrix
 
@@ -40,6 +41,16 @@ def rows_of(root: Path, table: str, version: str = "") -> tuple[np.ndarray, Arti
     artifact = Catalog(root).open(table, version)
     manifest = artifact.manifest
     return reference.decode(artifact.rows, manifest.row_type.native, manifest.wide, manifest.dim), artifact
+
+
+@contextmanager
+def serving(root: Path, *flags: str, log: Path | None = None) -> Iterator[tuple[ServerProcess, Client, AdminClient]]:
+    """A server of its own, and both its clients."""
+    with ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(root, *flags, log=log))
+        client = stack.enter_context(Client(server.address))
+        admin = stack.enter_context(AdminClient(server.admin_address))
+        yield server, client, admin
 
 
 def eventually(check: Callable[[], object], timeout_s: float = 15) -> None:

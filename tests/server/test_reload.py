@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import reference as ref
 import xxhash
-from conftest import eventually, publish_table, rows_of
+from conftest import eventually, publish_table, rows_of, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from embedserve.client import AdminClient, Client, ServiceError
+from embedserve.client import Client, ServiceError
 from embedserve.loadtest.servers import ServerProcess
 from embedserve.quant import Catalog, ImportOptions, import_table, open_matrix
 
@@ -37,15 +37,6 @@ def version_of(root: Path, value: float, rows: int = ROWS, table: str = "t") -> 
     """Imports a version whose rows are all `value`; unpublished."""
     np.save(root.parent / "x.npy", constant(value, rows))
     return import_table(Catalog(root), table, open_matrix(str(root.parent / "x.npy")), ImportOptions()).version
-
-
-@contextmanager
-def serving(root: Path, *flags: str, log: Path | None = None):
-    with ExitStack() as stack:
-        server = stack.enter_context(ServerProcess(root, *flags, log=log))
-        client = stack.enter_context(Client(server.address))
-        admin = stack.enter_context(AdminClient(server.admin_address))
-        yield server, client, admin
 
 
 def served_value(client: Client, table: str = "t", **options: str) -> float:
