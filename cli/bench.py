@@ -11,7 +11,7 @@ import typer
 from embedserve.cli.output import console
 from embedserve.loadtest.results import Figure, print_figures
 
-NAMES = ("kernels", "import", "lookup")
+NAMES = ("kernels", "import", "lookup", "reload")
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +36,8 @@ def bench(
         from embedserve.loadtest.bench_import import run
     elif name == "lookup":
         from embedserve.loadtest.bench_lookup import run
+    elif name == "reload":
+        from embedserve.loadtest.bench_reload import run
     else:
         raise typer.BadParameter(f"{name!r}; there is: {', '.join(NAMES)}")
     figures = run(quick, lambda line: console.print(line, style="dim", highlight=False))

@@ -83,7 +83,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_: Literal[1, 2] = Field(alias="schema")
     table: str
-    version: str
+    version: str = Field(pattern=f"^{VERSION_NAME.pattern}$")
     created: str
     rows: int = Field(ge=1, lt=2**48)
     dim: int = Field(ge=1, le=MAX_DIM)
@@ -125,8 +125,11 @@ def rows_layout(fmt: RowFormat, rows: int, with_keys: bool) -> tuple[bytes, dict
     return build_header(arrays)
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Reads and checks a version's manifest. Raises ArtifactError."""
+def read_manifest(directory: Path, name: str | None = None) -> Manifest:
+    """Reads and checks the manifest of a version, called as its folder is unless `name` says otherwise ("" for any).
+
+    Raises ArtifactError.
+    """
     path = directory / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -138,11 +141,12 @@ def read_manifest(directory: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "file"
         raise ArtifactError(f"{path}: {where}: {first['msg']}") from None
-    if manifest.version != directory.name:
+    expected = directory.name if name is None else name
+    if expected and manifest.version != expected:
         raise ArtifactError(f"{path}: says version {manifest.version}, but lies in {directory.name}")
-    for name in manifest.files:
-        if "/" in name or name.startswith("."):
-            raise ArtifactError(f"{path}: file name {name!r} is not one of an artifact")
+    for file in manifest.files:
+        if "/" in file or file.startswith("."):
+            raise ArtifactError(f"{path}: file name {file!r} is not one of an artifact")
     if ROWS_FILE not in manifest.files:
         raise ArtifactError(f"{path}: lists no {ROWS_FILE}")
     return manifest

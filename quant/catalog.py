@@ -118,12 +118,12 @@ class Catalog:
             delta.apply_delta(self.root / table / each, self.writer)
 
     def install_delta(self, table: str, source: Path) -> str:
-        """Takes a delta's folder into the catalog, as an unpublished version, and completes it. Returns its name.
+        """Takes a delta's folder, whatever it is called, into the catalog, as an unpublished version, and completes it. Returns its name.
 
         Nothing is left behind when its base is not here; unless the folder holds the full rows too: then those are taken.
         """
         check_table_name(table)
-        manifest = read_manifest(source)
+        manifest = read_manifest(source, name="")
         found = delta.read_delta(source)
         if manifest.table != table:
             raise ArtifactError(f"{source}: is of table {manifest.table!r}, not {table!r}")

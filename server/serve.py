@@ -6,8 +6,8 @@ import gc
 import ipaddress
 import logging
 import signal
-import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -46,9 +46,10 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     gc.collect()
     gc.freeze()
 
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    # A queue and not an Event: a signal may come while this thread holds the lock within an Event.
+    stop: SimpleQueue[int] = SimpleQueue()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda number, _: stop.put(number))
     signal.signal(signal.SIGHUP, lambda *_: _request_all(reloader, engine))
     reloader.start()
     upserts.start()
@@ -57,7 +58,7 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     if config.watch:
         watcher.start()
     ready(f"listening {config.host}:{frontend.port} admin {config.host}:{frontend.admin_port}")
-    stop.wait()
+    stop.get()
     log.info("draining", extra={"drain_s": config.drain_s})
     if config.watch:
         watcher.stop()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+
+from embedserve.loadtest.servers import ServerProcess
 
 
 def run(*words, code=0, cwd=None, env=None):
@@ -27,7 +30,10 @@ def run(*words, code=0, cwd=None, env=None):
     return done
 
 
-COMMANDS = ("demo", "import", "publish", "tables", "describe", "verify", "serve", "lookup", "topk", "bench")
+COMMANDS = (
+    "demo", "import", "publish", "delta", "fold", "tables", "describe", "verify", "serve", "lookup", "topk",
+    "reload", "rollback", "unload", "upsert", "bench",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -80,6 +86,45 @@ def test_queries(server, catalog_root):
     assert "vector 0" in run("topk", server.address, "items", "--vector", catalog_root.parent / "q.npy").stdout
 
 
+def test_a_table_s_life_with_a_server(tmp_path):
+    """Publish, reload, roll back, upsert, fold, and a delta for a machine elsewhere: as a person would type it."""
+    root, other = tmp_path / "root", tmp_path / "other"
+    values = np.random.default_rng(0).standard_normal((2000, 12)).astype(np.float32)
+
+    def made(rows):
+        np.save(tmp_path / "x.npy", rows)
+        words = ("import", tmp_path / "x.npy", "--root", root, "--table", "t", "--publish", "--json")
+        return json.loads(run(*words).stdout)["version"]
+
+    old = made(values)
+    shutil.copytree(root, other)
+    with ServerProcess(root, "--no-watch") as server:
+        values[:50] += 1
+        new = made(values)
+        steer = (server.admin_address, "t")
+        assert run("reload", server.admin_address).stdout.strip() == f"t: serves {new}, {old} before"
+        assert run("reload", server.admin_address, "--table", "t").stdout.strip() == f"t: serves {new}, as before"
+        assert run("rollback", *steer).stdout.strip() == f"t: serves {old}, {new} before"
+        assert "no version 'x' open" in run("rollback", *steer, "--version", "x", code=1).stderr
+        np.save(tmp_path / "keys.npy", np.array([5, 1999]))
+        np.save(tmp_path / "rows.npy", np.full((2, 12), 3, np.float32))
+        written = run("upsert", *steer, tmp_path / "keys.npy", tmp_path / "rows.npy").stdout
+        assert f"2 rows written; 2 lie over {old}" in written
+        found = json.loads(run("lookup", server.address, "t", 5, "--json").stdout)
+        assert found["values"] == [[3.0] * 12] and found["version"] == old
+        assert run("unload", *steer).stdout.strip() == "t: not served any more"
+        assert "NOT_FOUND" in run("lookup", server.address, "t", 5, code=1).stderr
+    folded = run("fold", "--root", root, "--table", "t", "--publish").stdout
+    assert "2,000 rows, upserts in place; published" in folded
+    assert "no upserts over" in run("fold", "--root", root, "--table", "t", code=1).stderr
+    out = tmp_path / "delta"
+    sent = json.loads(run("delta", old, new, "--root", root, "--table", "t", "--out", out, "--json").stdout)
+    assert (sent["changed"], sent["appeared"], sent["vanished"]) == (50, 0, 0)
+    assert "exists" in run("delta", old, new, "--root", root, "--table", "t", "--out", out, code=1).stderr
+    assert new in run("publish", "--root", other, "--table", "t", "--delta", out).stdout
+    assert "ok" in run("verify", "--root", other, "--table", "t").stdout
+
+
 @pytest.mark.parametrize("words,code,message", [
     (("tables", "--root", "/nonexistent"), 0, ""),
     (("describe", "--root", "/nonexistent", "--table", "t"), 1, "no table 't'"),
@@ -88,6 +133,11 @@ def test_queries(server, catalog_root):
     (("import", "x.npy", "--root", "r", "--table", "t", "--bits", "7"), 2, "--bits"),
     (("lookup", "127.0.0.1:1", "t", "1"), 3, "UNAVAILABLE"),
     (("topk", "127.0.0.1:1", "t"), 2, "--id or --vector"),
+    (("reload", "127.0.0.1:1"), 3, "UNAVAILABLE"),
+    (("publish", "--root", "/nonexistent", "--table", "t", "--delta", "d", "--version", "v"), 2, "either --version or --delta"),
+    (("publish", "--root", "/nonexistent", "--table", "t", "--delta", "/nowhere"), 1, "no manifest.json"),
+    (("fold", "--root", "/nonexistent", "--table", "t"), 1, "no table 't'"),
+    (("delta", "a", "b", "--root", "/nonexistent", "--table", "t", "--out", "d"), 1, "no table 't'"),
     (("bench", "nope"), 2, "there is: kernels"),
     (("serv",), 2, "serve"),
 ])  # fmt: skip
@@ -103,7 +153,7 @@ def test_demo_runs_and_leaves_its_catalog(tmp_path):
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {"users", "items"}
 
 
-@pytest.mark.parametrize("name", ["kernels", "import", "lookup"])
+@pytest.mark.parametrize("name", ["kernels", "import", "lookup", "reload"])
 def test_benchmarks_run_and_write_their_rows(tmp_path, name):
     run("bench", name, "--quick", "--json", tmp_path / "f.json", env={"PATH": "/usr/bin:/bin"})
     rows = json.loads((tmp_path / "f.json").read_text())

@@ -37,12 +37,10 @@ def without(root: Path, other: Path, *versions: str, table: str = "t") -> Catalo
 
 
 def sent(root: Path, old: str, new: str, to: Path, table: str = "t") -> Path:
-    """The delta's folder, copied as a person would: under any name."""
+    """The delta's folder, named as it would be in a catalog."""
     catalog = Catalog(root)
-    make_delta(catalog.open(table, old), catalog.open(table, new), to / "made")
-    renamed = to / new
-    (to / "made").rename(renamed)
-    return renamed
+    make_delta(catalog.open(table, old), catalog.open(table, new), to / new)
+    return to / new
 
 
 def same_files(a: Path, b: Path) -> bool:
@@ -206,6 +204,19 @@ def test_a_delta_of_another_table_is_refused(tmp_path):
         Catalog(root).install_delta("u", folder)
     with pytest.raises(InvalidArgument):
         Catalog(root).install_delta("../u", folder)
+
+
+def test_a_delta_s_folder_may_have_any_name_and_its_version_may_not(tmp_path):
+    root, names = chain(tmp_path, 2)
+    folder = sent(root, *names, tmp_path)
+    renamed = folder.rename(tmp_path / "friday's delta")
+    assert without(root, tmp_path / "other", names[0]).install_delta("t", renamed) == names[1]
+    manifest = json.loads((renamed / "manifest.json").read_text())
+    for name in ("../../escaped", "", "a/b", ".hidden", "x\n"):
+        (renamed / "manifest.json").write_text(json.dumps({**manifest, "version": name}))
+        with pytest.raises(ArtifactError, match="version: String should match"):
+            without(root, tmp_path / f"other{len(name)}", names[0]).install_delta("t", renamed)
+    assert not (tmp_path / "escaped").exists()
 
 
 def test_installing_twice_changes_nothing(tmp_path):
