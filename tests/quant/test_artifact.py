@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -126,13 +127,31 @@ def test_versions_sort_by_time_even_when_the_clock_goes_back(root):
     assert Catalog(root).open("t").manifest.parent == "20990101T000000Z"
 
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "schema1"
+GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def test_the_golden_catalog_of_schema_1_opens():
     """Written by the first release; every later one must read it."""
-    artifact = Catalog(GOLDEN).open("golden", verify=True)
+    artifact = Catalog(GOLDEN / "schema1").open("golden", verify=True)
     keys = np.array([-7, 0, 2**40, 99])
     out = np.empty((4, 5), np.float32)
     assert artifact.native_table().gather(keys, 0, None, out) == np.array([3], np.uint32).tobytes()
     assert out[0].tolist() == [0, 1, 2, 255, 128] and out[1].tolist() == [0.5] * 5 and out[3].tolist() == [0] * 5
+
+
+def test_the_golden_catalog_of_schema_2_opens(tmp_path):
+    """Two versions, the later a delta of the earlier that is yet to be applied, and upserts that it took in."""
+    shutil.copytree(GOLDEN / "schema2", tmp_path / "root")
+    catalog = Catalog(tmp_path / "root")
+    old, new = catalog.versions("golden")
+    out, keys = np.empty((4, 5), np.float32), np.array([-7, 0, 99, 5])
+    first = catalog.open("golden", old, verify=True)
+    assert first.native_table().gather(keys, 0, None, out) == np.array([3], np.uint32).tobytes()
+    assert out[:3].tolist() == [[0, 1, 2, 255, 128], [0.5] * 5, [-1, 0, 1, 2, 3]]
+    log = catalog.upsert_log("golden")
+    (batch,) = log.read(log.begin(first.manifest.upserts)).batches
+    assert batch.keys.tolist() == [99, 5] and batch.values.tolist() == [[8] * 5, [16] * 5]
+    second = catalog.open("golden", new, verify=True)
+    assert second.native_table().gather(keys, 0, None, out) == b""
+    assert out.tolist() == [[0, 1, 2, 255, 128], [2, 0, 1, 2, 3], [8] * 5, [16] * 5]
+    assert not log.read(log.begin(second.manifest.upserts)).batches

@@ -245,6 +245,18 @@ def test_settings_come_from_file_environment_and_flags_in_that_order(catalog_roo
         load_config(file)
 
 
+@pytest.mark.parametrize("name,value", [
+    ("min_recall", 1.1), ("min_recall", -0.1), ("min_cosine", 2), ("max_changed_fraction", -1), ("max_row_loss", 1.5),
+    ("reload_jitter", -1), ("reload_bandwidth", 1000), ("memory_budget", -5), ("max_upserted_rows", -1), ("keep_versions", 0),
+])  # fmt: skip
+def test_a_limit_that_makes_no_sense_is_refused_by_name(catalog_root, name, value):
+    from embedserve.quant.errors import ConfigError
+    from embedserve.server import load_config
+
+    with pytest.raises(ConfigError, match=name):
+        load_config(None, {"root": catalog_root, name: value})
+
+
 def test_huge_pages_and_locked_memory_serve_the_same_rows(catalog_root, item_values, tmp_path):
     import resource
 
