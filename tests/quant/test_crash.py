@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from conftest import publish_table
+from killed import ENV
 
 # One process forks a writer for every step, which kills itself in front of its n-th system call that changes
 # a file, and checks after each what a server would find.
@@ -16,26 +17,13 @@ import os, shutil, signal, sys
 from pathlib import Path
 import numpy as np
 from embedserve.quant import Catalog, ImportOptions, import_table, open_keys, open_matrix
+from killed import die_before
 
 source, root = sys.argv[1], Path(sys.argv[2])
 
 def write():
     manifest = import_table(Catalog(root), "t", open_matrix(source + ":v"), ImportOptions(), open_keys(source + ":k", 40))
     Catalog(root).publish("t", manifest.version)
-
-def write_and_die_at(step):
-    count = 0
-    def counted(call):
-        def stepped(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-        return stepped
-    for name in ("open", "write", "fsync", "fdatasync", "rename", "replace", "mkdir", "posix_fallocate", "close"):
-        setattr(os, name, counted(getattr(os, name)))
-    write()
 
 def current_value():
     values = np.empty((40, 4), np.float32)
@@ -49,7 +37,8 @@ for step in range(1, 200):
     shutil.copytree(root.with_name("before"), root)
     pid = os.fork()
     if pid == 0:
-        write_and_die_at(step)
+        die_before(step)
+        write()
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     finished = status == 0
@@ -75,6 +64,6 @@ def test_killed_at_every_step(tmp_path: Path):
     publish_table(root, "t", old, np.arange(40))
     np.savez(tmp_path / "new.npz", v=new, k=np.arange(40))
     command = [sys.executable, "-c", DRIVER, str(tmp_path / "new.npz"), str(root)]
-    driver = subprocess.run(command, capture_output=True, text=True, check=False)
+    driver = subprocess.run(command, capture_output=True, text=True, check=False, env=ENV)
     assert driver.returncode == 0, driver.stderr
     assert int(driver.stdout.split()[1]) > 15

@@ -15,6 +15,7 @@ import pytest
 from conftest import publish_table
 from hypothesis import given
 from hypothesis import strategies as st
+from killed import ENV
 
 from embedserve.quant import Catalog, RowType, changed_fraction, make_delta
 from embedserve.quant.delta import DELTA_FILE, DELTA_MANIFEST, MAX_CHAIN
@@ -301,9 +302,10 @@ def test_sections_that_lie_are_refused(tmp_path, flipped):
 
 
 KILLED = """
-import os, shutil, signal, sys
+import os, shutil, sys
 from pathlib import Path
 from embedserve.quant import Catalog
+from killed import die_before
 
 folder, before, work, new = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 old = Catalog(before).current("t")
@@ -312,17 +314,7 @@ for step in range(1, 300):
     shutil.copytree(before, work)
     pid = os.fork()
     if pid == 0:
-        count = 0
-        def counted(call):
-            def stepped(*args, **kwargs):
-                global count
-                count += 1
-                if count == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*args, **kwargs)
-            return stepped
-        for name in ("open", "write", "fsync", "fdatasync", "rename", "replace", "mkdir", "posix_fallocate", "close"):
-            setattr(os, name, counted(getattr(os, name)))
+        die_before(step)
         Catalog(work).publish("t", Catalog(work).install_delta("t", folder))
         os._exit(0)
     _, status = os.waitpid(pid, 0)
@@ -346,7 +338,7 @@ def test_killed_at_every_step(tmp_path, flipped):
     root, names, folder = flipped
     without(root, tmp_path / "before", names[0])
     command = [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "before"), str(tmp_path / "work"), names[1]]
-    driver = subprocess.run(command, capture_output=True, text=True, check=False)
+    driver = subprocess.run(command, capture_output=True, text=True, check=False, env=ENV)
     assert driver.returncode == 0, driver.stderr
     assert int(driver.stdout) > 25
 

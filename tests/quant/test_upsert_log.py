@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from killed import ENV
 
 from embedserve.quant import Place, UpsertLog, Upserts, latest
 from embedserve.quant.artifact import UpsertMark
@@ -232,10 +233,11 @@ def test_a_killed_writer_loses_nothing_acknowledged(log):
 
 
 KILLED_EVERYWHERE = """
-import os, signal, sys
+import os, sys
 from pathlib import Path
 import numpy as np
 from embedserve.quant import Place, UpsertLog, Upserts
+from killed import die_before
 
 def one(key):
     return [Upserts(np.array([key], np.int64), np.full((1, 3), key, np.float32))]
@@ -252,18 +254,8 @@ for step in range(1, 200):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        count = 0
-        def counted(call):
-            def stepped(*args, **kwargs):
-                global count
-                count += 1
-                if count == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*args, **kwargs)
-            return stepped
         write = os.write
-        for name in ("open", "pwrite", "write", "fsync", "fdatasync", "replace", "mkdir", "ftruncate", "close"):
-            setattr(os, name, counted(getattr(os, name)))
+        die_before(step)
         work(UpsertLog(root), lambda key: write(writer, bytes([key])))
         os._exit(0)
     os.close(writer)
@@ -287,7 +279,7 @@ print(step)
 
 def test_killed_at_every_step(tmp_path):
     driver = subprocess.run(
-        [sys.executable, "-c", KILLED_EVERYWHERE, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", KILLED_EVERYWHERE, str(tmp_path)], capture_output=True, text=True, check=False, env=ENV
     )
     assert driver.returncode == 0, driver.stderr
     assert int(driver.stdout) > 20
