@@ -2,4 +2,5 @@
 
 from embedserve.cli.app import main
 
-main()
+if __name__ == "__main__":  # a benchmark's worker processes import this module too
+    main()
