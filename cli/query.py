@@ -64,6 +64,7 @@ def topk(
     query_table: Annotated[str, typer.Option(help="Table of --id; the searched one if not given.")] = "",
     k: Annotated[int, typer.Option("-k", help="Results a query.")] = 10,
     exclude: Annotated[list[int] | None, typer.Option(help="Ids to leave out.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Score every row even where there is an index.")] = False,
     token: Token = None,
     tls_ca: RootCertificates = None,
     json: Json = False,
@@ -74,16 +75,18 @@ def topk(
     """
     if (id is None) == (vector is None):
         raise typer.BadParameter("give either --id or --vector")
-    vectors = _read_vectors(vector) if vector is not None else None
+    vectors = read_vectors(vector) if vector is not None else None
     with _client(server, token, tls_ca) as client:
-        result = client.topk(table, vectors=vectors, query_ids=id, query_table=query_table, k=k, exclude=exclude or ())
+        result = client.topk(
+            table, vectors=vectors, query_ids=id, query_table=query_table, k=k, exclude=exclude or (), exact=exact
+        )
     best = [
         [{"id": int(i), "score": float(s)} for i, s in zip(ids[:n], scores[:n], strict=True)]
         for ids, scores, n in zip(result.ids, result.scores, result.counts, strict=True)
     ]
     missing = result.missing_queries.tolist()
     if json:
-        print_json({"version": result.version, "missing_queries": missing, "results": best})
+        print_json({"version": result.version, "exact": result.exact, "missing_queries": missing, "results": best})
         return
     for place, rows in enumerate(best):
         name = f"id {id[place]}" if id else f"vector {place}"
@@ -91,7 +94,7 @@ def topk(
         print_table(title, ("id", "score"), [(row["id"], f"{row['score']:.4f}") for row in rows])
 
 
-def _read_vectors(path: Path) -> npt.NDArray[np.float32]:
+def read_vectors(path: Path) -> npt.NDArray[np.float32]:
     try:
         return np.asarray(np.load(path, allow_pickle=False), np.float32)
     except (ValueError, EOFError) as error:

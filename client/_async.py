@@ -113,7 +113,8 @@ class AsyncClient:
         self, table: str, *, vectors: npt.ArrayLike | None = None, query_ids: Ids | None = None, query_table: str = "",
         k: int = 10, exclude: Ids = (), exclude_each: Sequence[Ids] | None = None, allow: Ids | None = None,
         min_score: float | None = None, exact: bool = False, version: str = "",
-        include_vectors: OutputName | None = None, timeout_s: float | None = None,
+        include_vectors: OutputName | None = None, nprobe: int = 0, ef_search: int = 0, oversample: int = 0,
+        timeout_s: float | None = None,
     ) -> TopKResult:  # fmt: skip
         """The k best-scoring rows for vectors [Q, dim] (or [dim]), or for the rows of query_ids [Q] in query_table.
 
@@ -133,6 +134,7 @@ class AsyncClient:
             exact,
             version,
             include_vectors,
+            {"nprobe": nprobe, "ef_search": ef_search, "oversample": oversample},
         )
         return messages.topk_result(await self._call(self._topk, request, timeout_s), k, include_vectors)
 

@@ -52,7 +52,7 @@ class TopKResult:
 
     ids [Q, k] int64 and scores [Q, k] float32, best first; counts [Q] says how many of a row are real (the
     rest are -1 and -inf). missing_queries: places in query ids that name no row. vectors: [sum(counts), dim],
-    or None.
+    or None. exact: every row was scored; else an index chose which.
     """
 
     ids: npt.NDArray[np.int64]
@@ -61,6 +61,7 @@ class TopKResult:
     version: str
     missing_queries: npt.NDArray[np.int64]
     vectors: npt.NDArray[Any] | None
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def _joined(parts: list[LookupResult]) -> LookupResult:
 def topk_request(
     table: str, vectors: npt.ArrayLike | None, query_ids: Ids | None, query_table: str, k: int, exclude: Ids,
     exclude_each: Sequence[Ids] | None, allow: Ids | None, min_score: float | None, exact: bool, version: str,
-    include_vectors: OutputName | None,
+    include_vectors: OutputName | None, params: dict[str, int],
 ) -> bytes:  # fmt: skip
     request = wire_pb2.TopKRequest(table=table, query_table=query_table, k=k, exact=exact, version=version)
     if (vectors is None) == (query_ids is None):
@@ -201,6 +202,9 @@ def topk_request(
         request.allow.append(allowed.tobytes())
     if min_score is not None:
         request.min_score = min_score
+    for name, value in params.items():
+        if value:
+            setattr(request.params, name, value)
     if include_vectors is not None:
         request.include_vectors = _choice(_OUTPUTS, include_vectors, "include_vectors")
     return request.SerializeToString()
@@ -220,7 +224,7 @@ def topk_result(answer: bytes, k: int, include_vectors: OutputName | None) -> To
         item = {"float32": 4, "float16": 2, "bfloat16": 2, "quantized": 1}[include_vectors]
         width = len(response.vectors) // (item * total) if total else 0
         vectors = _rows(response.vectors, total, width, include_vectors)
-    return TopKResult(ids, scores, counts, response.version, _places(response.missing_queries), vectors)
+    return TopKResult(ids, scores, counts, response.version, _places(response.missing_queries), vectors, response.exact)
 
 
 def _rows(data: bytes, rows: int, dim: int, output: OutputName) -> npt.NDArray[Any]:

@@ -112,12 +112,14 @@ class Client:
         self, table: str, *, vectors: npt.ArrayLike | None = None, query_ids: Ids | None = None, query_table: str = "",
         k: int = 10, exclude: Ids = (), exclude_each: Sequence[Ids] | None = None, allow: Ids | None = None,
         min_score: float | None = None, exact: bool = False, version: str = "",
-        include_vectors: OutputName | None = None, timeout_s: float | None = None,
+        include_vectors: OutputName | None = None, nprobe: int = 0, ef_search: int = 0, oversample: int = 0,
+        timeout_s: float | None = None,
     ) -> TopKResult:  # fmt: skip
         """The k best-scoring rows for vectors [Q, dim] (or [dim]), or for the rows of query_ids [Q] in query_table.
 
         exclude: ids left out of every answer; exclude_each: one list a query; allow: the only ids that may
-        be answered; min_score: the least score that is.
+        be answered; min_score: the least score that is. exact: score every row even where there is an index;
+        nprobe, ef_search, oversample: how hard an index searches, as it was tuned if not given.
         """
         request = messages.topk_request(
             table,
@@ -132,6 +134,7 @@ class Client:
             exact,
             version,
             include_vectors,
+            {"nprobe": nprobe, "ef_search": ef_search, "oversample": oversample},
         )
         return messages.topk_result(self._call(self._topk, request, timeout_s), k, include_vectors)
 

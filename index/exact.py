@@ -27,6 +27,12 @@ class Filter:
     allow: Positions | None = None
     min_score: float | None = None
 
+    def joined(self) -> tuple[Positions, Positions]:
+        """All exclusions end to end, and where each query's begin [Q + 1]."""
+        spans = np.zeros(len(self.excluded) + 1, np.int64)
+        np.cumsum([len(each) for each in self.excluded], out=spans[1:])
+        return np.concatenate(self.excluded) if self.excluded else _NONE, spans
+
     def part(self, first: int, end: int) -> Filter:
         """The filter as rows [first, end) see it, counted from `first`."""
         cut = [each[slice(*np.searchsorted(each, (first, end)))] - first for each in self.excluded]
@@ -61,7 +67,7 @@ def exact_topk(
         positions, scores, counts = _layer_topk(layer, metric, queries, k, filter.part(first, end))
         found.append((positions, scores, counts, layer.keys, first))
         first = end
-    return _merged(found, k, len(queries))
+    return merged(found, k, len(queries))
 
 
 def _layer_topk(layer: Layer, metric: Metric, queries: npt.NDArray[np.float32], k: int, filter: Filter) -> Found:
@@ -70,18 +76,17 @@ def _layer_topk(layer: Layer, metric: Metric, queries: npt.NDArray[np.float32], 
     positions = np.zeros((n, k), np.int64)
     scores = np.zeros((n, k), np.float32)
     counts = np.zeros(n, np.int64)
-    spans = np.zeros(n + 1, np.int64)
-    np.cumsum([len(e) for e in filter.excluded], out=spans[1:])
-    excluded = np.concatenate(filter.excluded) if filter.excluded else _NONE
+    excluded, spans = filter.joined()
     layer.table.topk(
         queries, metric.native, layer.keys, filter.allow, excluded, spans, layer.dropped, filter.min_score, positions, scores, counts
     )  # fmt: skip
     return positions, scores, counts
 
 
-def _merged(
+def merged(
     found: list[tuple[Positions, npt.NDArray[np.float32], Positions, Positions | None, int]], k: int, n_queries: int
 ) -> Found:
+    """The best of what several layers gave: each positions, scores, counts, its keys, and its first position."""
     width = min(k, sum(positions.shape[1] for positions, *_ in found))
     positions, scores = np.zeros((n_queries, width), np.int64), np.zeros((n_queries, width), np.float32)
     counts = np.zeros(n_queries, np.int64)

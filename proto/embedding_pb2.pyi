@@ -153,17 +153,19 @@ class TopKRequest(_message.Message):
     def __init__(self, table: _Optional[str] = ..., vectors: _Optional[_Iterable[float]] = ..., query_ids: _Optional[_Iterable[int]] = ..., query_table: _Optional[str] = ..., k: _Optional[int] = ..., exclude: _Optional[_Iterable[int]] = ..., exclude_each: _Optional[_Iterable[_Union[IdList, _Mapping]]] = ..., allow: _Optional[_Iterable[int]] = ..., min_score: _Optional[float] = ..., exact: _Optional[bool] = ..., params: _Optional[_Union[SearchParams, _Mapping]] = ..., version: _Optional[str] = ..., include_vectors: _Optional[_Union[Output, str]] = ...) -> None: ...
 
 class TopKResponse(_message.Message):
-    __slots__ = ("version", "ids", "scores", "counts", "vectors", "missing_queries")
+    __slots__ = ("version", "ids", "scores", "counts", "vectors", "missing_queries", "exact")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     MISSING_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     version: str
     ids: _containers.RepeatedScalarFieldContainer[int]
     scores: _containers.RepeatedScalarFieldContainer[float]
     counts: _containers.RepeatedScalarFieldContainer[int]
     vectors: bytes
     missing_queries: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, version: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., vectors: _Optional[bytes] = ..., missing_queries: _Optional[_Iterable[int]] = ...) -> None: ...
+    exact: bool
+    def __init__(self, version: _Optional[str] = ..., ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., vectors: _Optional[bytes] = ..., missing_queries: _Optional[_Iterable[int]] = ..., exact: _Optional[bool] = ...) -> None: ...

@@ -119,20 +119,22 @@ class TopKRequest(_message.Message):
     def __init__(self, table: _Optional[str] = ..., vectors: _Optional[_Iterable[bytes]] = ..., query_ids: _Optional[_Iterable[bytes]] = ..., query_table: _Optional[str] = ..., k: _Optional[int] = ..., exclude: _Optional[_Iterable[bytes]] = ..., exclude_each: _Optional[_Iterable[_Union[IdList, _Mapping]]] = ..., allow: _Optional[_Iterable[bytes]] = ..., min_score: _Optional[float] = ..., exact: _Optional[bool] = ..., params: _Optional[_Union[SearchParams, _Mapping]] = ..., version: _Optional[str] = ..., include_vectors: _Optional[int] = ...) -> None: ...
 
 class TopKResponse(_message.Message):
-    __slots__ = ("version", "ids", "scores", "counts", "vectors", "missing_queries")
+    __slots__ = ("version", "ids", "scores", "counts", "vectors", "missing_queries", "exact")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     MISSING_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     version: str
     ids: bytes
     scores: bytes
     counts: bytes
     vectors: bytes
     missing_queries: bytes
-    def __init__(self, version: _Optional[str] = ..., ids: _Optional[bytes] = ..., scores: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., vectors: _Optional[bytes] = ..., missing_queries: _Optional[bytes] = ...) -> None: ...
+    exact: bool
+    def __init__(self, version: _Optional[str] = ..., ids: _Optional[bytes] = ..., scores: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., vectors: _Optional[bytes] = ..., missing_queries: _Optional[bytes] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class UpsertRequest(_message.Message):
     __slots__ = ("table", "keys", "values")

@@ -1,6 +1,6 @@
 """Rows, artifacts and the catalog: everything between a matrix in a file and bytes that can be served."""
 
-from embedserve.quant.artifact import Artifact, Manifest, Quality
+from embedserve.quant.artifact import INDEX_FILE, Artifact, IndexFigures, Manifest, Quality
 from embedserve.quant.catalog import Catalog, check_table_name
 from embedserve.quant.delta import changed_fraction, make_delta
 from embedserve.quant.fold import EncodedUpserts, UnstorableRow, encode_upserts, fold_upserts
@@ -10,11 +10,13 @@ from embedserve.quant.sources import StoredArray, key_chunks, open_keys, open_ma
 from embedserve.quant.upsert_log import Place, UpsertLog, Upserts, latest
 
 __all__ = [
+    "INDEX_FILE",
     "Artifact",
     "Calibration",
     "Catalog",
     "EncodedUpserts",
     "ImportOptions",
+    "IndexFigures",
     "Manifest",
     "Metric",
     "Output",

@@ -39,6 +39,7 @@ from embedserve.quant.safetensors_file import SafetensorsError, Tensor, build_he
 SCHEMA = 2  # 1 has no xxh3 and no upserts
 MANIFEST = "manifest.json"
 ROWS_FILE = "rows.safetensors"
+INDEX_FILE = "index.faiss"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_DIM = 65_536
 VERSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -77,6 +78,23 @@ class Quality(BaseModel):
     nonfinite_zeroed: int = 0
 
 
+class IndexFigures(BaseModel):
+    """An index over a version's rows, in index.faiss: what it is, how it is searched, and what it was measured to do."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    spec: str = Field(description="FAISS index factory string")
+    oversample: int = Field(ge=1, description="candidates for each result, ranked by the table's own rows")
+    nprobe: int = Field(0, ge=0)
+    ef_search: int = Field(0, ge=0)
+    recall: float = Field(ge=0, le=1, description="of the exact top k of the same rows, on queries not tuned by")
+    target: float = Field(ge=0, le=1)
+    k: int = Field(ge=1)
+    queries: str = Field(description="where the queries came from")
+    us_a_query: float = Field(ge=0, description="one thread, when it was built")
+    exact_us_a_query: float = Field(ge=0)
+    faiss: str = Field(description="version that wrote the file")
+
+
 class Manifest(BaseModel):
     """manifest.json, schemas 1 and 2. Unknown fields are refused: a newer schema has another number."""
 
@@ -99,6 +117,7 @@ class Manifest(BaseModel):
     source: str = ""
     source_dtype: str = ""
     quality: Quality
+    index: IndexFigures | None = None
     files: dict[str, FileEntry]
 
     @property
@@ -149,6 +168,10 @@ def read_manifest(directory: Path, name: str | None = None) -> Manifest:
             raise ArtifactError(f"{path}: file name {file!r} is not one of an artifact")
     if ROWS_FILE not in manifest.files:
         raise ArtifactError(f"{path}: lists no {ROWS_FILE}")
+    if (manifest.index is None) != (INDEX_FILE not in manifest.files):
+        raise ArtifactError(
+            f"{path}: names an index and lists no {INDEX_FILE}, or lists it and does not say what it is"
+        )
     return manifest
 
 
@@ -243,6 +266,7 @@ class ArtifactWriter:
         self._lock = os.open(self._directory, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._file = -1
+        self._whole: dict[str, FileEntry] = {}  # files that are not written by `append`
         self._digest, self._xxh3 = hashlib.sha256(), xxhash.xxh3_64()
         self._size = self._synced = 0
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="sync")
@@ -294,12 +318,33 @@ class ArtifactWriter:
             self._sync.result()
             self._sync = None
 
+    def rows_of(self, other: Artifact) -> None:
+        """Takes the rows of another version as they are, without their bytes where the file system can link them."""
+        source, target = other.directory / ROWS_FILE, self._directory / ROWS_FILE
+        try:
+            os.link(source, target)
+        except OSError:
+            self._copy(source)
+        self._whole[ROWS_FILE] = other.rows_entry
+
+    def add_file(self, name: str, data: Any) -> None:
+        """Writes a whole file beside the rows."""
+        view = memoryview(data).cast("B")
+        try:
+            write_durably(self._directory / name, view)
+        except OSError as error:
+            raise self._explained(error, len(view)) from error
+        self._whole[name] = FileEntry(
+            bytes=len(view), sha256=hashlib.sha256(view).hexdigest(), xxh3=xxhash.xxh3_64_hexdigest(view)
+        )
+
     def commit(self, version: str, manifest: dict[str, Any]) -> Manifest:
         """Completes the files and gives the directory its name. Raises FileExistsError if the version exists."""
-        self._finish_sync()
-        os.fsync(self._file)
-        entry = {"bytes": self._size, "sha256": self._digest.hexdigest(), "xxh3": self._xxh3.hexdigest()}
-        files = {ROWS_FILE: entry}
+        files = dict(self._whole)
+        if ROWS_FILE not in files:
+            self._finish_sync()
+            os.fsync(self._file)
+            files[ROWS_FILE] = FileEntry(bytes=self._size, sha256=self._digest.hexdigest(), xxh3=self._xxh3.hexdigest())
         created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         document = Manifest.model_validate(
             {**manifest, "schema": SCHEMA, "version": version, "created": created, "files": files}
@@ -324,17 +369,20 @@ class ArtifactWriter:
     def commit_copy(self, version: str, sources: Iterable[Path]) -> None:
         """Gives copies of finished files the version's name. Raises FileExistsError if the version exists."""
         for source in sources:
-            try:
-                shutil.copyfile(source, self._directory / source.name)
-            except OSError as error:
-                raise self._explained(error, source.stat().st_size) from error
-            fd = os.open(self._directory / source.name, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            self._copy(source)
         os.fsync(self._lock)
         self._rename(version)
+
+    def _copy(self, source: Path) -> None:
+        try:
+            shutil.copyfile(source, self._directory / source.name)
+        except OSError as error:
+            raise self._explained(error, source.stat().st_size) from error
+        fd = os.open(self._directory / source.name, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def _rename(self, version: str) -> None:
         final = self._table_directory / version
@@ -372,7 +420,7 @@ def _remove_abandoned(table_directory: Path) -> None:
             os.close(lock)
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, data: bytes | memoryview) -> None:
     """Creates a file and waits until its bytes are on disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

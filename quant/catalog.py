@@ -17,6 +17,7 @@ from typing import Any
 
 from embedserve.quant import delta
 from embedserve.quant.artifact import (
+    INDEX_FILE,
     MANIFEST,
     PARTIAL_PREFIX,
     ROWS_FILE,
@@ -127,7 +128,7 @@ class Catalog:
         found = delta.read_delta(source)
         if manifest.table != table:
             raise ArtifactError(f"{source}: is of table {manifest.table!r}, not {table!r}")
-        names = [MANIFEST, delta.DELTA_MANIFEST, delta.DELTA_FILE]
+        names = [MANIFEST, delta.DELTA_MANIFEST, delta.DELTA_FILE, *([INDEX_FILE] if manifest.index else [])]
         try:
             self.open(table, found.base)
         except (NotFound, ArtifactError) as error:

@@ -11,6 +11,7 @@ A delta's folder holds the manifest of the version that it gives, and
                    lacks) and its length; tables without keys have none, there a row lies where it lay
         default_row
 
+and the version's index whole, if it has one: an index is small, and not made of parts that could be told apart.
 The result's bytes are those of the version it was made from, to the bit: its manifest's sha256 is checked.
 """
 
@@ -34,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embedserve.quant import key_index
 from embedserve.quant.artifact import (
+    INDEX_FILE,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     ROWS_FILE,
@@ -183,6 +185,8 @@ def make_delta(old: Artifact, new: Artifact, folder: Path, progress: Progress = 
         document = DeltaManifest(
             schema=1, base=old.manifest.version, base_sha256=old.rows_entry.sha256, file=entry, **counts
         )
+        if new.manifest.index:
+            write_durably(folder / INDEX_FILE, (new.directory / INDEX_FILE).read_bytes())
         write_durably(folder / MANIFEST, (new.directory / MANIFEST).read_bytes())
         write_durably(folder / DELTA_MANIFEST, document.model_dump_json(by_alias=True, indent=1).encode() + b"\n")
         sync_directory(folder)

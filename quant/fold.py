@@ -77,7 +77,9 @@ def fold_upserts(catalog: Catalog, table: str, progress: Callable[[int], None] =
         raise FailedPrecondition(f"table {table!r} has no upserts over its current version")
     with catalog.writer(table) as writer:
         described = _Fold(base, upserts, writer, progress).run()
-        document = base.manifest.model_dump(mode="json", by_alias=True, exclude={"files", "created", "version"})
+        document = base.manifest.model_dump(
+            mode="json", by_alias=True, exclude={"files", "created", "version", "index"}
+        )
         return catalog.commit(
             writer, table, {**document, **described, "parent": base.manifest.version, "upserts": mark}
         )

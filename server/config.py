@@ -58,6 +58,10 @@ class ServerConfig(BaseSettings):
     max_row_loss: float = Field(0.5, ge=0, le=1, description="refuse a version that has fewer rows than the one served by more than this fraction: a training that was cut short; 1 allows any")  # fmt: skip
     max_upserted_rows: int = Field(200_000, ge=0, description="rows that may lie over a version before they are folded into the next; each Upsert takes time in proportion")  # fmt: skip
 
+    search_threads: int = Field(
+        0, ge=0, le=1024, description="searches of approximate indexes at once; 0: one a processor"
+    )
+
     max_ids: int = Field(262_144, ge=1, description="ids in one request")
     max_queries: int = Field(1_024, ge=1, description="queries in one TopK request")
     max_k: int = Field(2_048, ge=1, description="k of one TopK request")

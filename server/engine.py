@@ -7,10 +7,12 @@ stays whole until the request is done, whatever is swapped in meanwhile (read-co
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from embedserve.index import SearchThreads
 from embedserve.quant import Catalog
 from embedserve.quant.errors import ArtifactError, ConfigError, NotFound
 from embedserve.server import _lookup
@@ -79,6 +81,7 @@ class Engine:
         self.config = config
         self.catalog = Catalog(config.root)
         self.changing = threading.RLock()
+        self.search_threads = SearchThreads(config.search_threads or len(os.sched_getaffinity(0)))
         self.budget_bytes = config.memory_budget or machine_bytes() * 9 // 10
         names = self.published()
         if not names:
@@ -120,7 +123,7 @@ class Engine:
         """Raises ArtifactError or NotFound."""
         artifact = self.catalog.open(table, version)
         overlay = open_overlay(self.catalog.upsert_log(table), artifact.manifest)
-        return ServedVersion.open(artifact, overlay, self.config, pace, check)
+        return ServedVersion.open(artifact, overlay, self.config, self.search_threads, pace, check)
 
     def _open(self, name: str) -> None:
         """Serves a table as it was published, or as near to that as its files allow."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedserve.index import Filter, exact_topk
+from embedserve.index import Filter, Params, exact_topk
 from embedserve.quant import Artifact, Manifest, Output, changed_fraction
 from embedserve.quant.errors import FailedPrecondition
 from embedserve.server.config import ServerConfig
@@ -66,6 +66,10 @@ def ask(version: ServedVersion) -> None:
     filter = Filter([np.empty(0, np.int64)], positions)
     _, scores, counts = exact_topk(version.layers[:1], version.manifest.metric, rows[:1], 1, filter)
     expected = int(len(positions) > len(np.intersect1d(positions, own.dropped)))
+    if version.index is not None:
+        candidates = version.index.candidates(rows[:1], len(rows), Params())
+        if candidates.max() < 0 or candidates.max() >= version.manifest.rows:
+            raise _refused(version.manifest, "health query: its index finds no rows of its own")
     if counts[0] != expected or not np.isfinite(scores[0, : counts[0]]).all():
         raise _refused(version.manifest, "health query: a TopK over its own rows found none")
 

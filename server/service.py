@@ -6,13 +6,13 @@ which field, what was given and what is allowed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from embedserve.index import Filter, exact_topk
+from embedserve.index import Filter, Params, search_topk
 from embedserve.proto import wire_pb2
 from embedserve.quant import Output
 from embedserve.quant.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
@@ -121,8 +121,7 @@ class Service:
                 "ask for fewer queries, a smaller k or no vectors, or raise it and the client's receive limit"
             )
         chosen = self._filter(request, version, n)
-        positions, scores, counts = exact_topk(version.layers, version.manifest.metric, queries, request.k, chosen)
-        counts[missing] = 0
+        positions, scores, counts, exact = self._search(version, request, queries, missing, chosen)
         real = np.arange(positions.shape[1])[None, :] < counts[:, None]
         found = positions[real]
         response = wire_pb2.TopKResponse(
@@ -131,12 +130,47 @@ class Service:
             scores=scores[real].astype("<f4", copy=False).tobytes(),
             counts=counts.astype("<u4").tobytes(),
             missing_queries=np.flatnonzero(missing).astype("<u4").tobytes(),
+            exact=exact,
         )
         if output is not None:
             vectors = np.empty(len(found) * version.row_bytes[output], np.uint8)
             version.table.gather(version.keys_at(found), output, None, vectors)
             response.vectors = vectors.tobytes()
         return response.SerializeToString(), n
+
+    @staticmethod
+    def _search(
+        version: ServedVersion,
+        request: Any,
+        queries: npt.NDArray[np.float32],
+        missing: npt.NDArray[np.bool_],
+        chosen: Filter,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64], bool]:
+        """Positions [Q, w], scores [Q, w] and counts [Q], 0 for missing queries; and whether every row was scored."""
+        there = np.flatnonzero(~missing)
+        if len(there) < len(queries):
+            chosen = replace(chosen, excluded=[chosen.excluded[q] for q in there])
+        params = Params(request.params.nprobe, request.params.ef_search, request.params.oversample)
+        (found, found_scores, found_counts), exact = search_topk(
+            version.layers,
+            version.manifest.metric,
+            version.index,
+            queries[there],
+            request.k,
+            chosen,
+            request.exact,
+            params,
+        )
+        if len(there) == len(queries):
+            return found, found_scores, found_counts, exact
+        shape = (len(queries), found.shape[1])
+        positions, scores, counts = (
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.float32),
+            np.zeros(len(queries), np.int64),
+        )
+        positions[there], scores[there], counts[there] = found, found_scores, found_counts
+        return positions, scores, counts, exact
 
     def _queries(
         self, served: Snapshot, request: Any, version: ServedVersion

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from embedserve.index import Layer
+from embedserve.index import ApproximateIndex, Layer, SearchThreads
 from embedserve.quant import Artifact, EncodedUpserts, Manifest, Output, Place
 from embedserve.quant import key_index as index_builder
 from embedserve.quant.kernels import _native
@@ -16,6 +17,7 @@ from embedserve.server.cache.memory import Pace
 from embedserve.server.cache.ram import Leaving, RamTable
 from embedserve.server.config import ServerConfig
 
+log = logging.getLogger(__name__)
 FP16_MAX = 65_504.0
 MAX_KEY_SEEDS = 8
 
@@ -65,8 +67,10 @@ class Overlay:
 class ServedVersion:
     """What a request reads. Immutable: upserts make another one over the same memory."""
 
-    def __init__(self, artifact: Artifact, ram: RamTable, overlay: Overlay) -> None:
-        self.artifact, self.ram, self.overlay = artifact, ram, overlay
+    def __init__(
+        self, artifact: Artifact, ram: RamTable, overlay: Overlay, index: ApproximateIndex | None = None
+    ) -> None:
+        self.artifact, self.ram, self.overlay, self.index = artifact, ram, overlay, index
         self.manifest: Manifest = artifact.manifest
         self.table: _native.Table = artifact.native_table(ram.rows, overlay.table)
         # What every request reads, taken out of the manifest once.
@@ -80,9 +84,20 @@ class ServedVersion:
         self.layers = self._layers()
 
     @classmethod
-    def open(cls, artifact: Artifact, overlay: Overlay, config: ServerConfig, pace: Pace, check: bool) -> ServedVersion:
+    def open(
+        cls, artifact: Artifact, overlay: Overlay, config: ServerConfig, threads: SearchThreads, pace: Pace, check: bool
+    ) -> ServedVersion:
         """Raises ArtifactError if `check` finds the files damaged, ConfigError if memory cannot be had as configured."""
-        return cls(artifact, RamTable(artifact, pace, config.huge_pages, config.lock_memory, check), overlay)
+        ram = RamTable(artifact, pace, config.huge_pages, config.lock_memory, check)
+        try:
+            index = ApproximateIndex.open(artifact, threads, check)
+        except ImportError:
+            index = None
+            log.warning(
+                "TopK is exact, and slower: there is an index, but FAISS is not installed (pip install 'embedserve[cpu]')",
+                extra={"table": artifact.manifest.table, "version": artifact.manifest.version},
+            )
+        return cls(artifact, ram, overlay, index)
 
     @property
     def memory_bytes(self) -> int:
@@ -90,7 +105,7 @@ class ServedVersion:
         return self.manifest.total_bytes
 
     def with_overlay(self, overlay: Overlay) -> ServedVersion:
-        return ServedVersion(self.artifact, self.ram, overlay)
+        return ServedVersion(self.artifact, self.ram, overlay, self.index)
 
     def leave(self) -> Leaving:
         return self.ram.leave()

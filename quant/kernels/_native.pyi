@@ -44,6 +44,21 @@ class Table:
         scores: Any,
         counts: Any,
     ) -> None: ...
+    def rescore(
+        self,
+        queries: Any,
+        metric: int,
+        keys: Any,
+        candidates: Any,
+        excluded: Any,
+        spans: Any,
+        dropped: Any,
+        min_score: float | None,
+        positions: Any,
+        scores: Any,
+        counts: Any,
+        considered: Any,
+    ) -> None: ...
 
 class KeyIndexPart:
     def __init__(self, n_buckets: int, seed: int) -> None: ...

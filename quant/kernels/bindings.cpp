@@ -76,18 +76,20 @@ void find(const Table& table, nb::object ids, nb::object out) {
 using Queries = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Positions = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void topk(const Table& table, Queries queries, int metric, nb::object keys, nb::object allow, Positions excluded, Positions spans,
-          Positions dropped, nb::object min_score, nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> positions,
-          nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> scores,
-          nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> counts) {
-  const TableView& view = table.view();
+using Found = nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Scores = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Counts = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// What topk and rescore are both asked, checked.
+TopKRequest checked_topk(const TableView& view, const Queries& queries, int metric, const MaybeBuffer& keys, const Positions& excluded,
+                         const Positions& spans, const Positions& dropped, const nb::object& min_score, const Found& positions,
+                         const Scores& scores, const Counts& counts) {
   TopKRequest request;
   request.queries = queries.data();
   request.n_queries = int64_t(queries.shape(0));
   request.k = int64_t(positions.shape(1));
   request.metric = checked<Metric>(metric, 2, "metric");
-  const MaybeBuffer key_values(keys, "keys", 8), allowed(allow, "allow", 8);
-  key_values.expect(view.n_rows, "keys");
+  keys.expect(view.n_rows, "keys");
   if (int64_t(queries.shape(1)) != view.format.dim) throw nb::value_error("queries: wrong dim");
   if (request.k < 1) throw nb::value_error("k must be at least 1");
   const size_t n = queries.shape(0);
@@ -99,15 +101,7 @@ void topk(const Table& table, Queries queries, int metric, nb::object keys, nb::
       throw nb::value_error("spans: out of order or range");
     }
   }
-  request.keys = reinterpret_cast<const int64_t*>(key_values.data());
-  request.allow = reinterpret_cast<const int64_t*>(allowed.data());
-  request.n_allow = allowed.items();
-  for (int64_t i = 0; i < request.n_allow; ++i) {
-    if (uint64_t(request.allow[i]) >= uint64_t(view.n_rows)) throw nb::value_error("allow: position out of range");
-  }
-  // An empty list allows nothing; the kernel tells it from "no list" by the pointer.
-  static const int64_t nothing = 0;
-  if (!allow.is_none() && !request.allow) request.allow = &nothing;
+  request.keys = reinterpret_cast<const int64_t*>(keys.data());
   request.excluded = excluded.data();
   request.excluded_spans = spans.data();
   request.dropped = dropped.data();
@@ -117,8 +111,43 @@ void topk(const Table& table, Queries queries, int metric, nb::object keys, nb::
   request.positions = positions.data();
   request.scores = scores.data();
   request.counts = counts.data();
+  return request;
+}
+
+void topk(const Table& table, Queries queries, int metric, nb::object keys, nb::object allow, Positions excluded, Positions spans,
+          Positions dropped, nb::object min_score, Found positions, Scores scores, Counts counts) {
+  const TableView& view = table.view();
+  const MaybeBuffer key_values(keys, "keys", 8), allowed(allow, "allow", 8);
+  TopKRequest request = checked_topk(view, queries, metric, key_values, excluded, spans, dropped, min_score, positions, scores, counts);
+  request.allow = reinterpret_cast<const int64_t*>(allowed.data());
+  request.n_allow = allowed.items();
+  for (int64_t i = 0; i < request.n_allow; ++i) {
+    if (uint64_t(request.allow[i]) >= uint64_t(view.n_rows)) throw nb::value_error("allow: position out of range");
+  }
+  // An empty list allows nothing; the kernel tells it from "no list" by the pointer.
+  static const int64_t nothing = 0;
+  if (!allow.is_none() && !request.allow) request.allow = &nothing;
   nb::gil_scoped_release unlocked;
   table.kernels().topk(view, request);
+}
+
+void rescore(const Table& table, Queries queries, int metric, nb::object keys,
+             nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> candidates, Positions excluded, Positions spans,
+             Positions dropped, nb::object min_score, Found positions, Scores scores, Counts counts, Counts considered) {
+  const TableView& view = table.view();
+  const MaybeBuffer key_values(keys, "keys", 8);
+  TopKRequest request = checked_topk(view, queries, metric, key_values, excluded, spans, dropped, min_score, positions, scores, counts);
+  if (candidates.shape(0) != queries.shape(0) || considered.shape(0) != queries.shape(0)) {
+    throw nb::value_error("rescore: shapes do not agree");
+  }
+  request.candidates = candidates.data();
+  request.n_candidates = int64_t(candidates.shape(1));
+  request.considered = considered.data();
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    if (candidates.data()[i] >= view.n_rows) throw nb::value_error("candidates: position out of range");
+  }
+  nb::gil_scoped_release unlocked;
+  table.kernels().rescore(view, request);
 }
 
 nb::dict encode(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> values, nb::object out, int row_type, bool wide,
@@ -213,7 +242,10 @@ NB_MODULE(_native, m) {
            "One pooled row a bag into out; missing as in gather. Raises ValueError on bad offsets.")
       .def("find", &find, "ids"_a, "out"_a, "Positions of ids into out, int64; -1 where missing.")
       .def("topk", &topk, "queries"_a, "metric"_a, "keys"_a.none(), "allow"_a.none(), "excluded"_a, "spans"_a, "dropped"_a, "min_score"_a.none(),
-           "positions"_a, "scores"_a, "counts"_a, "Exact top-K of this table's own rows, but for positions `dropped`, into positions, scores [Q, k] and counts [Q].");
+           "positions"_a, "scores"_a, "counts"_a, "Exact top-K of this table's own rows, but for positions `dropped`, into positions, scores [Q, k] and counts [Q].")
+      .def("rescore", &rescore, "queries"_a, "metric"_a, "keys"_a.none(), "candidates"_a, "excluded"_a, "spans"_a, "dropped"_a,
+           "min_score"_a.none(), "positions"_a, "scores"_a, "counts"_a, "considered"_a,
+           "The best of each query's candidates, distinct positions [Q, C] (negative: none); considered [Q]: how many may be answered.");
   nb::class_<IndexPart>(m, "KeyIndexPart", "Builds a key index one range of buckets at a time.")
       .def(nb::init<uint64_t, uint64_t>(), "n_buckets"_a, "seed"_a)
       .def("begin", &IndexPart::begin, "buckets"_a, "lo"_a, "hi"_a)

@@ -6,5 +6,5 @@
 
 namespace embedserve {
 extern const Kernels kNeonKernels;
-const Kernels kNeonKernels = {"neon", gather, pool, encode, topk, touch};
+const Kernels kNeonKernels = {"neon", gather, pool, encode, topk, rescore, touch};
 }  // namespace embedserve

@@ -70,6 +70,8 @@ struct TopKRequest {
   int64_t n_allow = 0;
   const int64_t* excluded = nullptr;        // positions, ascending within each query's span
   const int64_t* excluded_spans = nullptr;  // [n_queries + 1] into `excluded`
+  const int64_t* candidates = nullptr;      // [n_queries, n_candidates] positions to consider, each query's own; negative: none
+  int64_t n_candidates = 0;
   const int64_t* dropped = nullptr;         // positions left out for every query, ascending
   int64_t n_dropped = 0;
   bool has_min_score = false;
@@ -77,6 +79,7 @@ struct TopKRequest {
   int64_t* positions = nullptr;             // [n_queries, k], best first
   float* scores = nullptr;                  // [n_queries, k]
   int64_t* counts = nullptr;                // [n_queries]
+  int64_t* considered = nullptr;            // [n_queries], with candidates: those that may be answered, whatever they score
 };
 
 struct Kernels {
@@ -84,7 +87,8 @@ struct Kernels {
   int64_t (*gather)(const TableView&, const GatherRequest&);  // returns the number of missing ids
   int64_t (*pool)(const TableView&, const PoolRequest&);
   void (*encode)(const EncodeRequest&, EncodeReport&);
-  void (*topk)(const TableView&, const TopKRequest&);
+  void (*topk)(const TableView&, const TopKRequest&);     // of all rows, or those allowed
+  void (*rescore)(const TableView&, const TopKRequest&);  // of each query's candidates
   // Reads every line of the rows and writes as many bytes as `gather` would, without decoding: its floor.
   int64_t (*touch)(const TableView&, const GatherRequest&);
 };

@@ -62,7 +62,7 @@ class QueryHeap {
   void offer(float score, int64_t key, int64_t position) {
     const Candidate candidate{score, key, position};
     if (heap_.size() == k_ && !Better()(candidate, heap_.front())) return;
-    if (excluded_.holds(position) || dropped_.holds(position)) return;
+    if (leaves_out(position)) return;
     if (heap_.size() == k_) {
       std::pop_heap(heap_.begin(), heap_.end(), Better());
       heap_.back() = candidate;
@@ -71,6 +71,8 @@ class QueryHeap {
     }
     std::push_heap(heap_.begin(), heap_.end(), Better());
   }
+
+  bool leaves_out(int64_t position) const { return excluded_.holds(position) || dropped_.holds(position); }
 
   int64_t finish(int64_t* positions, float* scores) {
     std::sort_heap(heap_.begin(), heap_.end(), Better());
@@ -84,28 +86,54 @@ class QueryHeap {
   Scratch<Candidate> heap_;
 };
 
+// The queries as the kernels want them: padded with zeros, and their norms.
+struct PaddedQueries {
+  PaddedQueries(const TopKRequest& request, int64_t dim, int64_t padded)
+      : padded_(padded), values_(size_t(request.n_queries * padded)), norms_(static_cast<size_t>(request.n_queries)) {
+    for (int64_t q = 0; q < request.n_queries; ++q) {
+      std::copy(request.queries + q * dim, request.queries + (q + 1) * dim, values_.begin() + q * padded);
+      norms_[size_t(q)] = std::sqrt(dot(&values_[size_t(q * padded)], &values_[size_t(q * padded)], padded));
+    }
+  }
+
+  float score(Metric metric, int64_t q, const float* row, float row_norm) const {
+    const float* query = &values_[size_t(q * padded_)];
+    if (metric == Metric::kL2) return -squared_distance(query, row, padded_);
+    const float product = dot(query, row, padded_);
+    if (metric == Metric::kInnerProduct) return product;
+    const float norm = norms_[size_t(q)] * row_norm;
+    return norm > 0 ? product / norm : 0.0f;  // a zero vector is similar to nothing
+  }
+
+ private:
+  int64_t padded_;
+  Scratch<float> values_, norms_;
+};
+
+inline Block tail_mask(int64_t dim, int64_t padded) {
+  float lanes[16];
+  for (int64_t i = 0; i < 16; ++i) lanes[i] = i < 16 - (padded - dim) ? 1.0f : 0.0f;
+  return Block::load(lanes);
+}
+
+inline QueryHeap heap_of(const TopKRequest& request, int64_t q) {
+  const int64_t begin = request.excluded_spans ? request.excluded_spans[q] : 0;
+  const int64_t end = request.excluded_spans ? request.excluded_spans[q + 1] : 0;
+  return QueryHeap(request, request.excluded + begin, end - begin);
+}
+
 void topk(const TableView& table, const TopKRequest& request) {
   constexpr int64_t kBlockRows = 64;
   const int64_t dim = table.format.dim, padded = (dim + 15) / 16 * 16;
-  float lanes[16];
-  for (int64_t i = 0; i < 16; ++i) lanes[i] = i < 16 - (padded - dim) ? 1.0f : 0.0f;
-  const Block mask = Block::load(lanes);
-
-  Scratch<float> queries(size_t(request.n_queries * padded));
-  Scratch<float> query_norms(static_cast<size_t>(request.n_queries));
+  const Block mask = tail_mask(dim, padded);
+  const PaddedQueries queries(request, dim, padded);
   Scratch<QueryHeap> heaps;
-  for (int64_t q = 0; q < request.n_queries; ++q) {
-    std::copy(request.queries + q * dim, request.queries + (q + 1) * dim, queries.begin() + q * padded);
-    query_norms[size_t(q)] = std::sqrt(dot(&queries[size_t(q * padded)], &queries[size_t(q * padded)], padded));
-    const int64_t begin = request.excluded_spans ? request.excluded_spans[q] : 0;
-    const int64_t end = request.excluded_spans ? request.excluded_spans[q + 1] : 0;
-    heaps.emplace_back(request, request.excluded + begin, end - begin);
-  }
+  for (int64_t q = 0; q < request.n_queries; ++q) heaps.push_back(heap_of(request, q));
 
   const int64_t n = request.allow ? request.n_allow : table.n_rows;
   const auto position_at = [&](int64_t i) { return request.allow ? request.allow[i] : i; };
   Scratch<float> rows(size_t(kBlockRows * padded));
-  float norms[kBlockRows];
+  float norms[kBlockRows] = {};
   with_reader(table.format, [&]<class Reader>() {
     for (int64_t begin = 0; begin < n; begin += kBlockRows) {
       const int64_t count = std::min(kBlockRows, n - begin);
@@ -115,19 +143,8 @@ void topk(const TableView& table, const TopKRequest& request) {
         if (request.metric == Metric::kCosine) norms[i] = std::sqrt(dot(row, row, padded));
       }
       for (int64_t q = 0; q < request.n_queries; ++q) {
-        const float* query = &queries[size_t(q * padded)];
         for (int64_t i = 0; i < count; ++i) {
-          const float* row = &rows[size_t(i * padded)];
-          float score;
-          if (request.metric == Metric::kL2) {
-            score = -squared_distance(query, row, padded);
-          } else {
-            score = dot(query, row, padded);
-            if (request.metric == Metric::kCosine) {
-              const float norm = query_norms[size_t(q)] * norms[i];
-              score = norm > 0 ? score / norm : 0.0f;  // a zero vector is similar to nothing
-            }
-          }
+          const float score = queries.score(request.metric, q, &rows[size_t(i * padded)], norms[i]);
           if (request.has_min_score && !(score >= request.min_score)) continue;
           const int64_t position = position_at(begin + i);
           heaps[size_t(q)].offer(score, request.keys ? request.keys[position] : position, position);
@@ -139,6 +156,38 @@ void topk(const TableView& table, const TopKRequest& request) {
   for (int64_t q = 0; q < request.n_queries; ++q) {
     request.counts[q] = heaps[size_t(q)].finish(request.positions + q * request.k, request.scores + q * request.k);
   }
+}
+
+void rescore(const TableView& table, const TopKRequest& request) {
+  constexpr int64_t kAhead = 8;
+  const int64_t dim = table.format.dim, padded = (dim + 15) / 16 * 16;
+  const Block mask = tail_mask(dim, padded);
+  const PaddedQueries queries(request, dim, padded);
+  Scratch<float> row(static_cast<size_t>(padded));
+  with_reader(table.format, [&]<class Reader>() {
+    for (int64_t q = 0; q < request.n_queries; ++q) {
+      QueryHeap heap = heap_of(request, q);
+      const int64_t* candidates = request.candidates + q * request.n_candidates;
+      int64_t considered = 0;
+      for (int64_t i = 0; i < request.n_candidates; ++i) {
+        if (i + kAhead < request.n_candidates && candidates[i + kAhead] >= 0) {
+          const uint8_t* next = table.rows + candidates[i + kAhead] * table.stride;
+          for (int64_t at = 0; at < table.stride; at += 64) __builtin_prefetch(next + at);
+        }
+        const int64_t position = candidates[i];
+        if (position < 0 || heap.leaves_out(position)) continue;
+        ++considered;
+        decode_padded<Reader>(table.rows + position * table.stride, row.data(), dim, mask);
+        const float norm = request.metric == Metric::kCosine ? std::sqrt(dot(row.data(), row.data(), padded)) : 0.0f;
+        const float score = queries.score(request.metric, q, row.data(), norm);
+        if (request.has_min_score && !(score >= request.min_score)) continue;
+        heap.offer(score, request.keys ? request.keys[position] : position, position);
+      }
+      request.considered[q] = considered;
+      request.counts[q] = heap.finish(request.positions + q * request.k, request.scores + q * request.k);
+    }
+    return 0;
+  });
 }
 
 }  // namespace

@@ -125,6 +125,38 @@ def test_a_table_s_life_with_a_server(tmp_path):
     assert "ok" in run("verify", "--root", other, "--table", "t").stdout
 
 
+def test_an_index_is_built_and_served(tmp_path):
+    root, rng = tmp_path / "root", np.random.default_rng(0)
+    centres = rng.standard_normal((30, 16))
+    np.save(
+        tmp_path / "x.npy", (centres[rng.integers(0, 30, 20_000)] + rng.standard_normal((20_000, 16)) / 2).astype("f4")
+    )
+    np.save(tmp_path / "q.npy", centres.astype("f4"))
+    run("import", tmp_path / "x.npy", "--root", root, "--table", "t")
+    words = (
+        "index",
+        "build",
+        "t",
+        "--root",
+        root,
+        "--spec",
+        "PQ8x4fs",
+        "--recall",
+        0.8,
+        "--queries",
+        tmp_path / "q.npy",
+    )
+    built = run(*words, "--publish").stdout
+    assert "PQ8x4fs, recall@10" in built and "on q.npy" in built and "published" in built
+    with ServerProcess(root) as server:
+        found = json.loads(run("topk", server.address, "t", "--id", 3, "--json").stdout)
+        true = json.loads(run("topk", server.address, "t", "--id", 3, "--json", "--exact").stdout)
+        assert (found["exact"], true["exact"]) == (False, True) and len(found["results"][0]) == 10
+    assert "Example" in run("index", "build", "--help").stdout
+    assert "either --queries or --query-table" in run(*words, "--query-table", "t", code=2).stderr
+    assert "no table 'u'" in run("index", "build", "u", "--root", root, code=1).stderr
+
+
 @pytest.mark.parametrize("words,code,message", [
     (("tables", "--root", "/nonexistent"), 0, ""),
     (("describe", "--root", "/nonexistent", "--table", "t"), 1, "no table 't'"),

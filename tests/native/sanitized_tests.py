@@ -18,6 +18,7 @@ names = (
     "quant/test_key_index",
     "quant/test_upserted_tables",
     "index/test_layers",
+    "index/test_rescore",
     "server/test_native_lookup",
 )
 files = [f"tests/{name}.py" for name in names]
