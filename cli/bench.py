@@ -11,7 +11,7 @@ import typer
 from embedserve.cli.output import console
 from embedserve.loadtest.results import Figure, print_figures
 
-NAMES = ("kernels", "import", "lookup", "reload")
+NAMES = ("kernels", "import", "lookup", "reload", "topk")
 
 
 def register(app: typer.Typer) -> None:
@@ -38,6 +38,8 @@ def bench(
         from embedserve.loadtest.bench_lookup import run
     elif name == "reload":
         from embedserve.loadtest.bench_reload import run
+    elif name == "topk":
+        from embedserve.loadtest.bench_topk import run
     else:
         raise typer.BadParameter(f"{name!r}; there is: {', '.join(NAMES)}")
     figures = run(quick, lambda line: console.print(line, style="dim", highlight=False))

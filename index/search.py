@@ -32,6 +32,8 @@ def search_topk(
     layers: the version's own rows, which the index is of, then those upserted over them.
     """
     own = layers[0]
+    if _leaves_few(own.table.n_rows, filter):
+        return _among_few(layers, metric, queries, k, filter), True
     if index is None or exact or not _pays(own, index, queries, k, filter, params):
         return exact_topk(layers, metric, queries, k, filter), True
     n = own.table.n_rows
@@ -44,9 +46,28 @@ def search_topk(
     return (parts[0][:3] if len(parts) == 1 else merged(parts, k, len(queries))), False
 
 
+def _leaves_few(n: int, filter: Filter) -> bool:
+    """Whether exclusions leave every query so few rows that naming those is quicker than passing over the others."""
+    return filter.allow is None and all(EXACT_SHARE * (n - len(each)) <= n for each in filter.excluded)
+
+
+def _among_few(layers: Sequence[Layer], metric: Metric, queries: Vectors, k: int, filter: Filter) -> Found:
+    total, none = sum(layer.table.n_rows for layer in layers), np.empty(0, np.int64)
+    width = min(k, total)
+    positions, scores = np.zeros((len(queries), width), np.int64), np.zeros((len(queries), width), np.float32)
+    counts = np.zeros(len(queries), np.int64)
+    for q, excluded in enumerate(filter.excluded):
+        left = np.ones(total, np.bool_)
+        left[excluded] = False
+        one = Filter([none], np.flatnonzero(left), filter.min_score)
+        found = _padded(exact_topk(layers, metric, queries[q : q + 1], width, one), width)
+        positions[q], scores[q], counts[q] = (each[0] for each in found)
+    return positions, scores, counts
+
+
 def _pays(own: Layer, index: ApproximateIndex, queries: Vectors, k: int, filter: Filter, params: Params) -> bool:
     n = own.table.n_rows
-    left_out = max((len(each) for each in filter.excluded), default=0) + len(own.dropped)
+    left_out = max((len(each) for each in filter.excluded), default=0) + len(own.dropped)  # queries may differ in this
     wanted = k * (params.oversample or index.figures.oversample)
     return (
         filter.allow is None

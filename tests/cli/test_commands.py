@@ -185,7 +185,7 @@ def test_demo_runs_and_leaves_its_catalog(tmp_path):
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {"users", "items"}
 
 
-@pytest.mark.parametrize("name", ["kernels", "import", "lookup", "reload"])
+@pytest.mark.parametrize("name", ["kernels", "import", "lookup", "reload", "topk"])
 def test_benchmarks_run_and_write_their_rows(tmp_path, name):
     run("bench", name, "--quick", "--json", tmp_path / "f.json", env={"PATH": "/usr/bin:/bin"})
     rows = json.loads((tmp_path / "f.json").read_text())

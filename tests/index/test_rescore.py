@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedserve.index import Filter, Layer, exact_topk
+from embedserve.index import Filter, Layer, exact_topk, search_topk
 from embedserve.quant import Metric
 from embedserve.quant.kernels import _native
 
@@ -57,3 +57,24 @@ def test_candidates_out_of_range_are_refused():
             table.rescore(
                 np.ones((1, 16), np.float32), 0, None, np.array(bad), NONE, np.zeros(2, np.int64), NONE, None, *out
             )
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 60))
+def test_nearly_everything_excluded_is_the_exact_search_with_those_passed_over(seed, n, k):
+    """Also over upserted rows, with ties, and with nothing left at all."""
+    rng = np.random.default_rng(seed)
+    rows = [np.empty((size, _native.stride(0, False, 4)), np.uint8) for size in (n, 5)]
+    for each in rows:
+        _native.encode(rng.integers(-2, 3, (len(each), 4)).astype(np.float32), each, 0, False, 0, 0)
+    dropped = np.unique(rng.integers(0, n, 3))
+    over = Layer(_native.Table(rows[1], 4, 0, False), np.arange(100, 105))
+    layers = [Layer(_native.Table(rows[0], 4, 0, False), None, dropped), over]
+    queries = rng.integers(-2, 3, (3, 4)).astype(np.float32)
+    excluded = [np.sort(rng.permutation(n + 5)[: rng.integers(n * 3 // 4 + 1, n + 6)]) for _ in queries]
+    for metric in Metric:
+        (positions, scores, counts), exact = search_topk(layers, metric, None, queries, k, Filter(excluded))
+        expected, expected_scores, expected_counts = exact_topk(layers, metric, queries, k, Filter(excluded))
+        assert exact and np.array_equal(counts, expected_counts)
+        for q, count in enumerate(counts):
+            assert np.array_equal(positions[q, :count], expected[q, :count])
+            assert np.array_equal(scores[q, :count], expected_scores[q, :count])
