@@ -22,6 +22,7 @@ from embedserve.quant import INDEX_FILE, Artifact, IndexFigures, Metric
 from embedserve.quant.errors import ArtifactError
 
 Vectors = npt.NDArray[np.float32]
+MOST_BREADTH = 65_536  # FAISS allocates for what a request asks
 _local = threading.local()
 
 
@@ -101,13 +102,13 @@ class ApproximateIndex:
     def _params(self, nprobe: int, ef_search: int) -> Any:
         if not self.lists and not self._graph:
             return None
-        key = (min(nprobe or 1, self.lists), ef_search)
+        key = (min(nprobe or 1, self.lists), min(ef_search, MOST_BREADTH))
         kept = self._kept_params.get(key)
         if kept is None:
             kept = (
                 self._faiss.SearchParametersIVF(nprobe=key[0])
                 if self.lists
-                else self._faiss.SearchParametersHNSW(efSearch=ef_search or 64)
+                else self._faiss.SearchParametersHNSW(efSearch=key[1] or 64)
             )
             if self._transformed:
                 kept = self._faiss.SearchParametersPreTransform(index_params=kept)

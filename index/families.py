@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,7 +40,8 @@ class Family:
 
     @property
     def lists(self) -> int:
-        return int(self.spec.split("IVF")[1].split(",")[0]) if "IVF" in self.spec else 0
+        found = re.search(r"IVF(\d+)", self.spec)
+        return int(found[1]) if found else 0
 
 
 def families(rows: int, dim: int, memory: float) -> list[Family]:

@@ -20,6 +20,9 @@ from embedserve.quant import Metric
 
 EXACT_SHARE = 4  # candidates past 1/4 of the rows, or fewer than 1/4 of the rows left by filters: all are scored
 WIDER = 4
+MOST_CANDIDATES = (
+    8_000_000  # of all queries of a request, 12 bytes each; past them all rows are scored, which takes no memory
+)
 AS_TUNED = Params()
 
 
@@ -72,6 +75,7 @@ def _pays(own: Layer, index: ApproximateIndex, queries: Vectors, k: int, filter:
     return (
         filter.allow is None
         and EXACT_SHARE * wanted < n
+        and wanted * len(queries) <= MOST_CANDIDATES
         and EXACT_SHARE * (n - left_out) > n
         and bool(queries.any(axis=1).all())  # to a zero vector all rows are alike, and the smallest ids are the answer
     )
@@ -90,7 +94,7 @@ def _approximate(
     todo = np.arange(n_queries)
     while len(todo):
         part = Filter([filter.excluded[q] for q in todo], None, filter.min_score)
-        if EXACT_SHARE * width >= n:
+        if EXACT_SHARE * width >= n or width * len(todo) > 2 * MOST_CANDIDATES:
             positions[todo], scores[todo], counts[todo] = _padded(exact_topk([own], metric, queries[todo], k, part), k)
             break
         candidates = index.candidates(queries[todo], width, params)

@@ -27,7 +27,16 @@ NONE = np.empty(0, np.int64)
 # One bit a dim tells little apart in 16 of them; a graph finds its way badly by inner products.
 LEAST_RECALL = {"IVF32,RaBitQ": 0.7, "HNSW16,SQ8": 0.7}
 METRICS = [Metric.IP, Metric.L2, Metric.COSINE]
-SPECS = ["PQ8x4fs", "IVF32,PQ8x4fs", "IVF32,RaBitQ", "IVF32,SQ8", "IVF32,Flat", "HNSW16,SQ8", "RR16,IVF32,Flat"]
+SPECS = [
+    "PQ8x4fs",
+    "IVF32,PQ8x4fs",
+    "IVF32,RaBitQ",
+    "IVF32,SQ8",
+    "IVF32,Flat",
+    "HNSW16,SQ8",
+    "RR16,IVF32,Flat",
+    "IVF64_HNSW8,SQ8",
+]
 
 
 def clustered(rows: int = ROWS, seed: int = 0) -> np.ndarray:
@@ -115,6 +124,26 @@ def test_a_search_that_looks_into_too_few_lists_widens(tmp_path):
         layers, Metric.IP, index, queries, 200, Filter([NONE] * 20), params=Params(nprobe=1, oversample=1)
     )
     assert not exact and (counts == 200).all()
+
+
+def test_what_a_request_may_ask_for_is_bounded(opened, monkeypatch):
+    """A breadth, a number of lists or of candidates past all sense is neither an error nor memory."""
+    artifact, index, metric = opened
+    layers, queries = [Layer(artifact.native_table(), None)], clustered(3, 7)
+    most = 2**32 - 1
+    found, _ = search_topk(
+        layers,
+        metric,
+        index,
+        queries,
+        10,
+        Filter([NONE] * 3),
+        params=Params(nprobe=most, ef_search=most, oversample=20),
+    )
+    assert (found[2] == 10).all()
+    assert search_topk(layers, metric, index, queries, 10, Filter([NONE] * 3), params=Params(oversample=most))[1]
+    monkeypatch.setattr("embedserve.index.search.MOST_CANDIDATES", 500)
+    assert search_topk(layers, metric, index, queries, 10, Filter([NONE] * 3), params=Params(oversample=20))[1]
 
 
 def test_large_batches_in_parts_and_many_callers_give_the_same_answers_on_few_threads(opened):
