@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard quant/kernels/*.h quant/kernels/*.cpp server/native/*.h server/native/*.cpp)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard quant/kernels/*.h quant/kernels/*.cpp server/native/*.h server/native/*.cpp server/cache/*.h)
 
 .PHONY: demo test lint sanitize wheel proto arm64 clean
 

@@ -35,6 +35,8 @@ def _with_config_flags(command: Any) -> Any:
     option = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)]
     annotations: dict[str, Any] = {"config": option}
     for name, field in ServerConfig.model_fields.items():
+        if get_origin(field.annotation) is dict:
+            continue  # a table of the file; as a variable, JSON
         default = "" if field.is_required() or field.default in (None, ()) else f" [default: {field.default}]"
         annotations[name] = Annotated[_flag_type(field.annotation), typer.Option(help=f"{field.description}{default}")]
     parameters = [

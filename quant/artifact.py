@@ -195,6 +195,7 @@ class Artifact:
             raise ArtifactError(f"{path}: {error}") from None
         if found != expected:
             raise ArtifactError(f"{path}: arrays {_shapes(found)} are not those of the manifest, {_shapes(expected)}")
+        self.places = found
         with open(path, "rb") as file:
             self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.rows: npt.NDArray[np.uint8] = self._array(found["rows"], np.dtype(np.uint8))
@@ -212,6 +213,15 @@ class Artifact:
     @property
     def rows_entry(self) -> FileEntry:
         return self.manifest.files[ROWS_FILE]
+
+    @property
+    def rows_path(self) -> Path:
+        return self.directory / ROWS_FILE
+
+    def sample_keys(self, n: int) -> npt.NDArray[np.int64]:
+        """Keys of at most n rows, spread over the version."""
+        positions = np.unique(np.linspace(0, self.manifest.rows - 1, min(n, self.manifest.rows)).astype(np.int64))
+        return positions if self.keys is None else np.ascontiguousarray(self.keys[positions])
 
     def native_table(
         self, rows: npt.NDArray[np.uint8] | None = None, upserts: _native.Table | None = None

@@ -45,7 +45,7 @@ class Admin:
             versions=list(served.tables[request.table].versions),
             manifest_json=version.manifest.model_dump_json(by_alias=True),
             row_stride_bytes=version.manifest.format.stride,
-            resident_bytes=version.ram.resident_bytes,
+            resident_bytes=version.held.resident_bytes,
             upserted_rows=len(version.overlay.keys),
             loading=history.loading,
             refused=admin_pb2.Refusal(version=refused.version, reason=refused.reason, time=refused.time)

@@ -41,6 +41,13 @@ class ServerConfig(BaseSettings):
         description="versions of each table to keep open for pins and Rollback, the current one included",
     )
 
+    memory_pool_size: int = Field(0, ge=0, description="bytes of one pool in RAM for rows of all tables, the others being read from disk; 0: every table is held whole, but those that only Redis has share a quarter of the memory")  # fmt: skip
+    swap_strategy: Literal["s3fifo", "lru", "lfu"] = Field("s3fifo", description="which rows leave the pool: s3fifo resists scans; lru follows what is asked for now; lfu keeps what is asked for often")  # fmt: skip
+    whole_tables: tuple[str, ...] = Field((), description="tables held whole beside memory_pool_size")
+    memory_floors: dict[str, int] = Field({}, description="bytes of the pool that a table's rows keep, by table")
+    memory_ceilings: dict[str, int] = Field({}, description="bytes of the pool that a table's rows may take at most, by table")  # fmt: skip
+    shadow_check: float = Field(0.0, ge=0, le=1, description="share of rows answered from the pool that are compared with the colder tier, off the request's path")  # fmt: skip
+
     host: str = Field("127.0.0.1", description="address to listen on; loopback until you decide otherwise")
     port: int = Field(50051, ge=0, le=65535, description="port of EmbeddingService; 0 picks a free one")
     admin_port: int = Field(50052, ge=0, le=65535, description="port of AdminService, same host; 0 picks a free one")

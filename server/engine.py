@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from embedserve.index import SearchThreads
-from embedserve.quant import Catalog
+from embedserve.quant import INDEX_FILE, Artifact, Catalog
 from embedserve.quant.errors import ArtifactError, ConfigError, NotFound
 from embedserve.server import _lookup
 from embedserve.server.cache.memory import Pace, machine_bytes
+from embedserve.server.cache.tiers import Tiers
 from embedserve.server.config import ServerConfig
 from embedserve.server.upserts import open_overlay
 from embedserve.server.versions import ServedVersion
@@ -81,6 +82,7 @@ class Engine:
         self.config = config
         self.catalog = Catalog(config.root)
         self.changing = threading.RLock()
+        self.tiers = Tiers(config)
         self.search_threads = SearchThreads(config.search_threads or len(os.sched_getaffinity(0)))
         self.budget_bytes = config.memory_budget or machine_bytes() * 9 // 10
         names = self.published()
@@ -117,13 +119,19 @@ class Engine:
 
     @property
     def open_bytes(self) -> int:
-        return sum(version.memory_bytes for table in self.served.tables.values() for version in table.open)
+        versions = [version for table in self.served.tables.values() for version in table.open]
+        return self.tiers.pool_bytes + sum(version.memory_bytes for version in versions)
+
+    def memory_bytes(self, artifact: Artifact) -> int:
+        """What a version will take once it is open."""
+        index = artifact.manifest.files.get(INDEX_FILE)
+        return self.tiers.memory_bytes(artifact) + (index.bytes if index else 0)
 
     def open_version(self, table: str, version: str, pace: Pace, check: bool) -> ServedVersion:
         """Raises ArtifactError or NotFound."""
         artifact = self.catalog.open(table, version)
         overlay = open_overlay(self.catalog.upsert_log(table), artifact.manifest)
-        return ServedVersion.open(artifact, overlay, self.config, self.search_threads, pace, check)
+        return ServedVersion.open(artifact, overlay, self.tiers, self.search_threads, pace, check)
 
     def _open(self, name: str) -> None:
         """Serves a table as it was published, or as near to that as its files allow."""

@@ -59,7 +59,7 @@ def ask(version: ServedVersion) -> None:
             f"health query: key {keys[wrong]} of row {positions[wrong]} is found at row {found[wrong]}",
         )
     rows = np.empty((len(keys), version.dim), np.float32)
-    version.table.gather(keys, Output.FLOAT32, None, rows)
+    version.gather(keys, Output.FLOAT32, rows)
     if not np.isfinite(rows).all():
         key = keys[int(np.argmin(np.isfinite(rows).all(axis=1)))]
         raise _refused(version.manifest, f"health query: the row of key {key} is not finite")

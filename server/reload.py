@@ -281,7 +281,7 @@ class Reloader:
 
     def _make_room(self, table: str, artifact: Artifact) -> None:
         """Both versions fit the budget, if need be after older ones have left. Raises ResourceExhausted."""
-        engine, needed = self._engine, artifact.manifest.total_bytes
+        engine, needed = self._engine, self._engine.memory_bytes(artifact)
         while engine.open_bytes + needed > engine.budget_bytes:
             served = engine.served.tables.get(table)
             if served is None or len(served.open) == 1:

@@ -15,13 +15,14 @@ import numpy.typing as npt
 from embedserve.index import Filter, Params, search_topk
 from embedserve.proto import wire_pb2
 from embedserve.quant import Output
-from embedserve.quant.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from embedserve.quant.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from embedserve.server import wire
 from embedserve.server.config import ServerConfig
 from embedserve.server.engine import Engine, Snapshot
 from embedserve.server.versions import ServedVersion
 
 NONE, SUM, MEAN = 0, 1, 2
+FAIL = 1
 ZERO, DEFAULT, ERROR = 0, 1, 2
 HEADROOM_BYTES = 256  # of a TopKResponse, besides its arrays
 MISSING_IDS_NAMED = 10
@@ -81,12 +82,17 @@ class Service:
         if payload > max_bytes:
             raise self._too_long(payload, output)
         if bags is None:
-            answer, missing = version.responder.rows(ids, output, on_missing)
+            answer, missing, unavailable = version.responder.rows(ids, output, on_missing, request.on_unavailable)
         else:
-            answer, missing = version.responder.pooled(
-                ids, bags.offsets, bags.weights, pooling == MEAN, output, on_missing
+            answer, missing, unavailable = version.responder.pooled(
+                ids, bags.offsets, bags.weights, pooling == MEAN, output, on_missing, request.on_unavailable
             )
         if answer is None:
+            if unavailable and request.on_unavailable == FAIL:
+                raise Unavailable(
+                    f"{len(unavailable) // 4} of {n} rows of {request.table!r} are in a tier that cannot be reached now; retry, or "
+                    "ask with on_unavailable DEFAULT_ROWS"
+                )
             if on_missing == ERROR:
                 raise _ids_not_found(request.table, ids, missing or b"")
             raise FailedPrecondition(
@@ -134,7 +140,7 @@ class Service:
         )
         if output is not None:
             vectors = np.empty(len(found) * version.row_bytes[output], np.uint8)
-            version.table.gather(version.keys_at(found), output, None, vectors)
+            version.gather(version.keys_at(found), output, vectors)
             response.vectors = vectors.tobytes()
         return response.SerializeToString(), n
 
@@ -202,7 +208,7 @@ class Service:
         if n > self._limits.max_queries:
             raise self._too_many("query_ids", n, "max_queries", self._limits.max_queries)
         queries = np.empty((n, dim), np.float32)
-        places = source.table.gather(query_ids, Output.FLOAT32, None, queries)
+        places = source.gather(query_ids, Output.FLOAT32, queries)
         missing = np.zeros(n, np.bool_)
         if places:
             missing[np.frombuffer(places, "<u4")] = True

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from embedserve.index import ApproximateIndex, Layer, SearchThreads
-from embedserve.quant import Artifact, EncodedUpserts, Manifest, Output, Place
+from embedserve.quant import INDEX_FILE, Artifact, EncodedUpserts, Manifest, Output, Place
 from embedserve.quant import key_index as index_builder
+from embedserve.quant.errors import Unavailable
 from embedserve.quant.kernels import _native
 from embedserve.server import _lookup
 from embedserve.server.cache.memory import Pace
-from embedserve.server.cache.ram import Leaving, RamTable
-from embedserve.server.config import ServerConfig
+from embedserve.server.cache.ram import Leaving
+from embedserve.server.cache.tiers import CachedTable, Held, Tiers
 
 log = logging.getLogger(__name__)
 FP16_MAX = 65_504.0
@@ -67,12 +69,11 @@ class Overlay:
 class ServedVersion:
     """What a request reads. Immutable: upserts make another one over the same memory."""
 
-    def __init__(
-        self, artifact: Artifact, ram: RamTable, overlay: Overlay, index: ApproximateIndex | None = None
-    ) -> None:
-        self.artifact, self.ram, self.overlay, self.index = artifact, ram, overlay, index
+    def __init__(self, artifact: Artifact, held: Held, overlay: Overlay, index: ApproximateIndex | None = None) -> None:
+        self.artifact, self.held, self.overlay, self.index = artifact, held, overlay, index
         self.manifest: Manifest = artifact.manifest
-        self.table: _native.Table = artifact.native_table(ram.rows, overlay.table)
+        self.table: _native.Table = artifact.native_table(held.rows, overlay.table)
+        self.lookup_rows = held.lookup_rows(self.table, overlay.table)
         # What every request reads, taken out of the manifest once.
         self.name, self.dim = self.manifest.version, self.manifest.dim
         self.rows = self.manifest.rows + len(overlay.keys)
@@ -80,15 +81,15 @@ class ServedVersion:
         self.max_abs = max(self.manifest.quality.max_abs, overlay.max_abs)
         self.fits_float16 = self.max_abs <= FP16_MAX
         default_rows = tuple(encoded_default(artifact, output) for output in Output)
-        self.responder = _lookup.Responder(self.table, self.name, default_rows, self.fits_float16)
+        self.responder = _lookup.Responder(self.lookup_rows, self.name, default_rows, self.fits_float16)
         self.layers = self._layers()
 
     @classmethod
     def open(
-        cls, artifact: Artifact, overlay: Overlay, config: ServerConfig, threads: SearchThreads, pace: Pace, check: bool
+        cls, artifact: Artifact, overlay: Overlay, tiers: Tiers, threads: SearchThreads, pace: Pace, check: bool
     ) -> ServedVersion:
         """Raises ArtifactError if `check` finds the files damaged, ConfigError if memory cannot be had as configured."""
-        ram = RamTable(artifact, pace, config.huge_pages, config.lock_memory, check)
+        held = tiers.hold(artifact, pace, check)
         try:
             index = ApproximateIndex.open(artifact, threads, check)
         except ImportError:
@@ -97,18 +98,38 @@ class ServedVersion:
                 "TopK is exact, and slower: there is an index, but FAISS is not installed (pip install 'embedserve[cpu]')",
                 extra={"table": artifact.manifest.table, "version": artifact.manifest.version},
             )
-        return cls(artifact, ram, overlay, index)
+        return cls(artifact, held, overlay, index)
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes to keep the version in memory, whether of this process's own or in the page cache."""
-        return self.manifest.total_bytes
+        """What it takes to keep the version in memory, whether of this process's own or in the page cache; without the pool."""
+        index = self.manifest.files.get(INDEX_FILE)
+        return self.held.memory_bytes + (index.bytes if index else 0)
+
+    @property
+    def cached(self) -> _lookup.CachedRows | None:
+        """Its part of the pool; None where it is held whole."""
+        return self.held.cached if isinstance(self.held, CachedTable) else None
 
     def with_overlay(self, overlay: Overlay) -> ServedVersion:
-        return ServedVersion(self.artifact, self.ram, overlay, self.index)
+        return ServedVersion(self.artifact, self.held, overlay, self.index)
 
     def leave(self) -> Leaving:
-        return self.ram.leave()
+        return self.held.leave()
+
+    def gather(self, ids: bytes | npt.NDArray[np.int64], output: Output, out: npt.NDArray[Any]) -> bytes | None:
+        """Decoded rows of ids into `out`, zeros for those that name none, whose places are returned as packed uint32.
+
+        Raises Unavailable if a row's tier cannot be reached.
+        """
+        if isinstance(self.lookup_rows, _native.Table):
+            return self.lookup_rows.gather(ids, output, None, out)
+        missing, unavailable = self.lookup_rows.gather(ids, output, out)
+        if unavailable:
+            raise Unavailable(
+                f"{len(unavailable) // 4} rows of {self.manifest.table!r} are in a tier that cannot be reached now"
+            )
+        return missing
 
     def positions(self, ids: bytes | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Row numbers [n] of ids, -1 where missing; upserted rows count on from the version's own."""
@@ -130,7 +151,7 @@ class ServedVersion:
 
     def _layers(self) -> tuple[Layer, ...]:
         """The version's own rows but for those with newer ones, and the upserted rows."""
-        own = self.artifact.native_table(self.ram.rows)
+        own = self.artifact.native_table(self.held.rows)
         if self.overlay.table is None:
             return (Layer(own, self.artifact.keys),)
         replaced = np.empty(len(self.overlay.keys), np.int64)

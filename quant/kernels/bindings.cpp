@@ -60,7 +60,7 @@ nb::object gather(const Table& table, nb::object ids, int output, nb::object fil
 }
 
 nb::object pool(const Table& table, nb::object ids, nb::object offsets, nb::object weights, bool mean, int output, nb::object fill, nb::object out) {
-  PoolArguments arguments(table.view(), ids, offsets, weights, mean, checked<Output>(output, 3, "output"), fill);
+  PoolArguments arguments(table.view().format.dim, ids, offsets, weights, mean, checked<Output>(output, 3, "output"), fill);
   const Buffer target(out, "out", 1, true);
   if (target.items() != arguments.request.n_bags * row_bytes(table, output)) throw nb::value_error("out: wrong number of bytes");
   arguments.request.out = target.data();

@@ -215,6 +215,30 @@ int64_t gather_as(const TableView& table, const GatherRequest& request) {
   return run.template operator()<0>();
 }
 
+template <class Reader, class Out, int kDim>
+void pick_rows(const PickRequest& request) {
+  const int64_t row_bytes = (kDim ? kDim : request.format.dim) * Out::kBytes;
+  for (int64_t i = 0; i < request.n; ++i) {
+    if (!request.rows[i]) continue;
+    const int64_t place = request.places ? int64_t(request.places[i]) : i;
+    decode_row<Reader, Out, kDim, false>(request.rows[i], request.out + place * row_bytes, request.format.dim);
+  }
+}
+
+template <class Reader, class Out>
+void pick_as(const PickRequest& request) {
+  if constexpr (Reader::kInteger && Reader::kHeader == 4) {
+    switch (request.format.dim) {
+      case 16: return pick_rows<Reader, Out, 16>(request);
+      case 32: return pick_rows<Reader, Out, 32>(request);
+      case 64: return pick_rows<Reader, Out, 64>(request);
+      case 128: return pick_rows<Reader, Out, 128>(request);
+      default: break;
+    }
+  }
+  pick_rows<Reader, Out, 0>(request);
+}
+
 int64_t gather_raw(const TableView& table, const GatherRequest& request) {
   const size_t row_bytes = size_t(table.format.stride());
   int64_t n_missing = 0;
@@ -253,6 +277,25 @@ int64_t gather(const TableView& table, const GatherRequest& request) {
       case Output::kFloat16: return gather_as<Reader, Sink<Output::kFloat16>>(table, request);
       case Output::kBfloat16: return gather_as<Reader, Sink<Output::kBfloat16>>(table, request);
       default: return gather_as<Reader, Sink<Output::kFloat32>>(table, request);
+    }
+  });
+}
+
+// The rows are in cache already: whoever found them has asked for their lines.
+void pick(const PickRequest& request) {
+  if (request.output == Output::kQuantized) {
+    const size_t row_bytes = size_t(request.format.stride());
+    for (int64_t i = 0; i < request.n; ++i) {
+      const size_t place = request.places ? request.places[i] : size_t(i);
+      if (request.rows[i]) std::memcpy(request.out + place * row_bytes, request.rows[i], row_bytes);
+    }
+    return;
+  }
+  with_reader(request.format, [&]<class Reader>() {
+    switch (request.output) {
+      case Output::kFloat16: return pick_as<Reader, Sink<Output::kFloat16>>(request);
+      case Output::kBfloat16: return pick_as<Reader, Sink<Output::kBfloat16>>(request);
+      default: return pick_as<Reader, Sink<Output::kFloat32>>(request);
     }
   });
 }

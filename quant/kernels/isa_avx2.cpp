@@ -6,5 +6,5 @@
 
 namespace embedserve {
 extern const Kernels kAvx2Kernels;
-const Kernels kAvx2Kernels = {"avx2", gather, pool, encode, topk, rescore, touch};
+const Kernels kAvx2Kernels = {"avx2", gather, pool, encode, topk, rescore, pick, touch};
 }  // namespace embedserve

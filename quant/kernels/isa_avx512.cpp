@@ -6,5 +6,5 @@
 
 namespace embedserve {
 extern const Kernels kAvx512Kernels;
-const Kernels kAvx512Kernels = {"avx512", gather, pool, encode, topk, rescore, touch};
+const Kernels kAvx512Kernels = {"avx512", gather, pool, encode, topk, rescore, pick, touch};
 }  // namespace embedserve

@@ -6,5 +6,5 @@
 
 namespace embedserve {
 extern const Kernels kNeonKernels;
-const Kernels kNeonKernels = {"neon", gather, pool, encode, topk, rescore, touch};
+const Kernels kNeonKernels = {"neon", gather, pool, encode, topk, rescore, pick, touch};
 }  // namespace embedserve

@@ -6,5 +6,5 @@
 
 namespace embedserve {
 extern const Kernels kScalarKernels;
-const Kernels kScalarKernels = {"scalar", gather, pool, encode, topk, rescore, touch};
+const Kernels kScalarKernels = {"scalar", gather, pool, encode, topk, rescore, pick, touch};
 }  // namespace embedserve

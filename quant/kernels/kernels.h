@@ -29,6 +29,16 @@ struct GatherRequest {
   uint32_t* missing = nullptr;    // room for n: places in `ids` that name no row, ascending
 };
 
+// Rows that lie anywhere: row i, decoded, becomes row `places[i]` of `out`, or row i without places.
+struct PickRequest {
+  const uint8_t* const* rows = nullptr;  // [n]; null: that row of `out` stays as it is
+  const uint32_t* places = nullptr;
+  int64_t n = 0;
+  RowFormat format;
+  Output output = Output::kFloat32;
+  uint8_t* out = nullptr;
+};
+
 struct PoolRequest {
   const uint8_t* ids = nullptr;
   int64_t n = 0;
@@ -89,6 +99,7 @@ struct Kernels {
   void (*encode)(const EncodeRequest&, EncodeReport&);
   void (*topk)(const TableView&, const TopKRequest&);     // of all rows, or those allowed
   void (*rescore)(const TableView&, const TopKRequest&);  // of each query's candidates
+  void (*pick)(const PickRequest&);
   // Reads every line of the rows and writes as many bytes as `gather` would, without decoding: its floor.
   int64_t (*touch)(const TableView&, const GatherRequest&);
 };

@@ -12,6 +12,36 @@
 
 namespace embedserve {
 
+// Pools rows from wherever gather(GatherRequest) has them as floats: the same sums in the same order as over stored
+// rows. Returns what gather does, the number of missing ids.
+template <class Gather>
+int64_t pool_decoded(const Kernels& kernels, int64_t dim, const PoolRequest& request, Gather gather) {
+  const size_t n = size_t(request.n);
+  const std::unique_ptr<float[]> rows(new float[n * size_t(dim) + 1]);
+  GatherRequest gathered;
+  gathered.ids = request.ids;
+  gathered.n = request.n;
+  gathered.fill = reinterpret_cast<const uint8_t*>(request.fill);
+  gathered.out = reinterpret_cast<uint8_t*>(rows.get());
+  gathered.missing = request.missing;
+  const int64_t n_missing = gather(gathered);
+  TableView decoded;
+  decoded.rows = gathered.out;
+  decoded.n_rows = request.n;
+  decoded.format.type = RowType::kFp32;
+  decoded.format.dim = dim;
+  decoded.stride = decoded.format.stride();
+  std::vector<int64_t> places(n);
+  for (size_t i = 0; i < n; ++i) places[i] = int64_t(i);
+  const std::unique_ptr<uint32_t[]> none(new uint32_t[n + 1]);
+  PoolRequest inner = request;
+  inner.ids = reinterpret_cast<const uint8_t*>(places.data());
+  inner.fill = nullptr;
+  inner.missing = none.get();
+  kernels.pool(decoded, inner);
+  return n_missing;
+}
+
 // Immutable once made; safe for concurrent use.
 //
 // `upserts`, if any, is a table with keys whose rows stand before this one's: a key is looked for there first,
@@ -116,32 +146,10 @@ class Table {
     return kept;
   }
 
-  // Pools decoded rows: the same sums in the same order as over stored ones.
   int64_t pool_with_upserts(const PoolRequest& request) const {
-    const size_t dim = size_t(view_.format.dim), n = size_t(request.n);
-    const std::unique_ptr<float[]> rows(new float[n * dim + 1]);
-    GatherRequest gathered;
-    gathered.ids = request.ids;
-    gathered.n = request.n;
-    gathered.fill = reinterpret_cast<const uint8_t*>(request.fill);
-    gathered.out = reinterpret_cast<uint8_t*>(rows.get());
-    gathered.missing = request.missing;
-    const int64_t n_missing = overwrite_with_upserts(gathered, kernels_.gather(view_, gathered));
-    TableView decoded;
-    decoded.rows = gathered.out;
-    decoded.n_rows = request.n;
-    decoded.format.type = RowType::kFp32;
-    decoded.format.dim = view_.format.dim;
-    decoded.stride = decoded.format.stride();
-    std::vector<int64_t> places(n);
-    for (size_t i = 0; i < n; ++i) places[i] = int64_t(i);
-    const std::unique_ptr<uint32_t[]> none(new uint32_t[n + 1]);
-    PoolRequest inner = request;
-    inner.ids = reinterpret_cast<const uint8_t*>(places.data());
-    inner.fill = nullptr;
-    inner.missing = none.get();
-    kernels_.pool(decoded, inner);
-    return n_missing;
+    return pool_decoded(kernels_, view_.format.dim, request, [&](const GatherRequest& gathered) {
+      return overwrite_with_upserts(gathered, kernels_.gather(view_, gathered));
+    });
   }
 
   const Kernels& kernels_;
@@ -155,17 +163,17 @@ class Table {
 // Raises ValueError for offsets that do not begin at 0, fall, or pass the ids.
 class PoolArguments {
  public:
-  PoolArguments(const TableView& view, nb::handle ids, nb::handle offsets, nb::handle weights, bool mean, Output output, nb::handle fill)
+  PoolArguments(int64_t dim, nb::handle ids, nb::handle offsets, nb::handle weights, bool mean, Output output, nb::handle fill)
       : ids_(ids, "ids", 8), offsets_(offsets, "offsets", 4), weights_(weights, "weights", 4) {
     const MaybeBuffer fill_bytes(fill, "fill", 4);
     weights_.expect(ids_.items(), "weights");
-    fill_bytes.expect(view.format.dim, "fill");
+    fill_bytes.expect(dim, "fill");
     if (output == Output::kQuantized) throw nb::value_error("pooled rows cannot be quantised");
     check_offsets();
     if (fill_bytes.data()) {
       // A copy: the caller's bytes may not be aligned for floats.
-      fill_ = std::make_unique<float[]>(size_t(view.format.dim));
-      std::memcpy(fill_.get(), fill_bytes.data(), size_t(4 * view.format.dim));
+      fill_ = std::make_unique<float[]>(size_t(dim));
+      std::memcpy(fill_.get(), fill_bytes.data(), size_t(4 * dim));
     }
     missing_.reset(new uint32_t[size_t(ids_.items()) + 1]);
     request.ids = ids_.data();

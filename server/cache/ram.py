@@ -21,6 +21,7 @@ import xxhash
 
 from embedserve.quant import Artifact
 from embedserve.quant.errors import ArtifactError, ConfigError
+from embedserve.quant.kernels import _native
 from embedserve.server.cache.memory import PIECE_BYTES, Pace, lock, populate, release
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class RamTable:
             memory, rows = _copy_to_huge_pages(rows, pace)
             self._mappings.append(memory)
         self.resident_bytes = rows.nbytes if huge_pages else 0
+        self.memory_bytes = artifact.rows_entry.bytes
         if lock_memory and (reason := lock(rows.reshape(-1))):
             raise ConfigError(
                 f"lock_memory: cannot lock {rows.nbytes:,} bytes: {reason}; raise RLIMIT_MEMLOCK (ulimit -l) or turn it off"
@@ -54,6 +56,10 @@ class RamTable:
         self.rows = rows
         # Whatever reads the version's memory holds one of these two.
         self._readers = [weakref.ref(artifact.rows), weakref.ref(rows)]
+
+    def lookup_rows(self, table: _native.Table, upserts: _native.Table | None) -> _native.Table:
+        """What Lookup reads: `table`, which has the upserts."""
+        return table
 
     def leave(self) -> Leaving:
         """What is left to do once nobody is told of this version any more."""

@@ -33,8 +33,8 @@ class Lookups {
     if (found == responders_.end()) return nb::none();
     const Responder& responder = *found->second;
     const Output output = Output(lookup.output);
-    if (!responder.can_give(output) || lookup.n_ids * responder.table().row_bytes(output) > max_response_bytes) return nb::none();
-    const Response response = responder.rows(lookup.ids, lookup.n_ids, output, OnMissing(lookup.on_missing));
+    if (!responder.can_give(output) || lookup.n_ids * responder.row_bytes(output) > max_response_bytes) return nb::none();
+    const Response response = responder.rows(lookup.ids, lookup.n_ids, {output, OnMissing(lookup.on_missing), OnUnavailable(lookup.on_unavailable)});
     if (response.message.is_none() || PyBytes_GET_SIZE(response.message.ptr()) > max_response_bytes) return nb::none();
     return nb::make_tuple(response.message, lookup.n_ids);
   }

@@ -7,84 +7,121 @@
 #include <string>
 #include <string_view>
 
-#include "table.h"
+#include "rows.h"
 #include "wire.h"
 
 namespace embedserve {
 
 enum class OnMissing { kZero = 0, kDefault = 1, kError = 2 };
+enum class OnUnavailable { kDefaultRows = 0, kFail = 1 };
 constexpr int kOutputs = 4;
 
-// A response, or none where missing ids allow none; and the places of the missing ids, ascending.
+// What a caller wants besides the rows.
+struct Terms {
+  Output output = Output::kFloat32;
+  OnMissing on_missing = OnMissing::kZero;
+  OnUnavailable on_unavailable = OnUnavailable::kDefaultRows;
+};
+
+// A response, or none where missing or unavailable ids allow none; and the places of both, ascending.
 struct Response {
   nb::object message = nb::none();
   std::unique_ptr<uint32_t[]> missing;
   int64_t n_missing = 0;
+  Tally tally;
 
   std::string_view missing_bytes() const { return {reinterpret_cast<const char*>(missing.get()), size_t(4 * n_missing)}; }
+  std::string_view unavailable_bytes() const {
+    return {reinterpret_cast<const char*>(tally.unavailable.data()), 4 * tally.unavailable.size()};
+  }
 };
 
 // Answers from one version's rows. Immutable; safe for concurrent use; called with the GIL.
 class Responder {
  public:
-  // default_rows: one an output, as that output; none where the table's row type cannot hold it.
-  Responder(nb::object table, std::string version, nb::sequence default_rows, bool fits_float16)
-      : keep_(table), table_(nb::cast<const Table&>(table)), version_(std::move(version)), fits_float16_(fits_float16) {
+  // rows: a Table or CachedRows. default_rows: one an output, as that output; none where the row type cannot hold it.
+  Responder(nb::object rows, std::string version, nb::sequence default_rows, bool fits_float16)
+      : keep_(rows), version_(std::move(version)), fits_float16_(fits_float16) {
+    if (nb::isinstance<CachedRows>(rows)) {
+      rows_ = &nb::cast<const CachedRows&>(rows);
+    } else {
+      whole_ = std::make_unique<WholeRows>(nb::cast<const Table&>(rows));
+      rows_ = whole_.get();
+    }
     if (nb::len(default_rows) != size_t(kOutputs)) throw nb::value_error("default_rows: one an output");
     for (int i = 0; i < kOutputs; ++i) {
       const MaybeBuffer row(default_rows[i], "default_rows", 1);
-      row.expect(table_.row_bytes(Output(i)), "default_rows");
+      row.expect(rows_->row_bytes(Output(i)), "default_rows");
       if (row.data()) default_rows_[i].emplace(reinterpret_cast<const char*>(row.data()), size_t(row.items()));
     }
   }
 
-  const Table& table() const { return table_; }
   bool can_give(Output output) const { return output != Output::kFloat16 || fits_float16_; }
+  int64_t row_bytes(Output output) const { return rows_->row_bytes(output); }
 
-  Response rows(const uint8_t* ids, int64_t n, Output output, OnMissing on_missing) const {
-    const auto& default_row = default_rows_[int(output)];
+  Response rows(const uint8_t* ids, int64_t n, const Terms& terms) const {
+    const uint8_t* default_row = default_of(terms.output);
     Response response;
     response.missing.reset(new uint32_t[size_t(n) + 1]);
     GatherRequest request;
     request.ids = ids;
     request.n = n;
-    request.output = output;
-    if (on_missing == OnMissing::kDefault && default_row) request.fill = reinterpret_cast<const uint8_t*>(default_row->data());
+    request.output = terms.output;
+    if (terms.on_missing == OnMissing::kDefault) request.fill = default_row;
     request.missing = response.missing.get();
-    const int64_t payload = n * table_.row_bytes(output);
-    const std::string head = head_of(n, output, payload, {});
+    const int64_t payload = n * rows_->row_bytes(terms.output);
+    response.tally.ram = n;
+    const std::string head = head_of(terms.output, payload, response);
     response.message = new_message(head, payload, &request.out);
-    response.n_missing = table_.gather(request);
-    if (response.n_missing) mark_missing(response, n, output, on_missing, head.size(), bool(default_row));
+    response.tally.ram = 0;
+    response.n_missing = rows_->gather(request, default_row, response.tally);
+    finish(response, terms, payload, head.size(), default_row != nullptr);
     return response;
   }
 
   // Arguments as Python gives them; raises ValueError as PoolArguments does.
-  Response pooled(nb::handle ids, nb::handle offsets, nb::handle weights, bool mean, Output output, OnMissing on_missing) const {
-    const auto& default_row = default_rows_[int(Output::kFloat32)];  // pooled as floats, whatever leaves
+  Response pooled(nb::handle ids, nb::handle offsets, nb::handle weights, bool mean, const Terms& terms) const {
+    const uint8_t* default_row = default_of(Output::kFloat32);  // pooled as floats, whatever leaves
     nb::object fill = nb::none();
-    if (on_missing == OnMissing::kDefault && default_row) fill = nb::bytes(default_row->data(), default_row->size());
-    PoolArguments arguments(table_.view(), ids, offsets, weights, mean, output, fill);
+    if (terms.on_missing == OnMissing::kDefault && default_row) fill = nb::bytes(default_row, size_t(4 * rows_->format().dim));
+    PoolArguments arguments(rows_->format().dim, ids, offsets, weights, mean, terms.output, fill);
     PoolRequest& request = arguments.request;
-    const int64_t payload = request.n_bags * table_.row_bytes(output);
-    const std::string head = head_of(request.n, output, payload, {});
+    const int64_t payload = request.n_bags * rows_->row_bytes(terms.output);
     Response response;
+    response.tally.ram = request.n;
+    const std::string head = head_of(terms.output, payload, response);
     response.message = new_message(head, payload, &request.out);
-    response.n_missing = table_.pool(request);
+    response.tally.ram = 0;
+    response.n_missing = rows_->pool(request, reinterpret_cast<const float*>(default_row), response.tally);
     response.missing = arguments.take_missing();
-    if (response.n_missing) mark_missing(response, request.n, output, on_missing, head.size(), bool(default_row));
+    finish(response, terms, payload, head.size(), default_row != nullptr);
     return response;
   }
 
  private:
-  // A LookupResponse up to the bytes of its rows, which come last.
-  std::string head_of(int64_t n, Output output, int64_t payload, std::string_view missing) const {
+  const uint8_t* default_of(Output output) const {
+    const auto& row = default_rows_[int(output)];
+    return row ? reinterpret_cast<const uint8_t*>(row->data()) : nullptr;
+  }
+
+  // A LookupResponse up to the bytes of its rows, which come last. As long whatever the tiers counted, as long as
+  // no row is missing or unavailable.
+  std::string head_of(Output output, int64_t payload, const Response& response) const {
     WireWriter tiers, head;
-    tiers.number(2, uint64_t(n) - missing.size() / 4);  // ram
+    if (const int cold = rows_->cold_tier()) {
+      tiers.padded_number(2, uint64_t(response.tally.ram));
+      tiers.padded_number(cold, uint64_t(response.tally.cold));
+    } else {
+      tiers.number(2, uint64_t(response.tally.ram));
+    }
     head.bytes(1, version_);
-    head.number(2, uint64_t(table_.view().format.dim));
-    if (!missing.empty()) head.bytes(5, missing);
+    head.number(2, uint64_t(rows_->format().dim));
+    if (response.n_missing) head.bytes(5, response.missing_bytes());
     head.bytes(6, tiers.data());
+    if (!response.tally.unavailable.empty()) {
+      head.number(7, 1);
+      head.bytes(8, response.unavailable_bytes());
+    }
     head.bytes_head(output == Output::kFloat32 ? 3 : 4, uint64_t(payload));
     return head.data();
   }
@@ -100,22 +137,29 @@ class Responder {
     return nb::steal(message);
   }
 
-  // Puts a head that names the missing places before the rows; or drops the message.
-  void mark_missing(Response& response, int64_t n, Output output, OnMissing on_missing, size_t old_head, bool has_default) const {
-    if (on_missing == OnMissing::kError || (on_missing == OnMissing::kDefault && !has_default)) {
+  // Puts the head that tells what was found before the rows; or drops the message.
+  void finish(Response& response, const Terms& terms, int64_t payload, size_t old_size, bool has_default) const {
+    const bool missing_fails = terms.on_missing == OnMissing::kError || (terms.on_missing == OnMissing::kDefault && !has_default);
+    if ((response.n_missing && missing_fails) || (!response.tally.unavailable.empty() && terms.on_unavailable == OnUnavailable::kFail)) {
       response.message = nb::none();
       return;
     }
-    const char* rows = PyBytes_AS_STRING(response.message.ptr()) + old_head;
-    const int64_t payload = PyBytes_GET_SIZE(response.message.ptr()) - int64_t(old_head);
+    if (!rows_->cold_tier() && !response.n_missing) return;
+    const std::string head = head_of(terms.output, payload, response);
+    char* old = PyBytes_AS_STRING(response.message.ptr());
+    if (head.size() == old_size) {
+      std::memcpy(old, head.data(), old_size);
+      return;
+    }
     uint8_t* at;
-    nb::object marked = new_message(head_of(n, output, payload, response.missing_bytes()), payload, &at);
-    std::memcpy(at, rows, size_t(payload));
+    nb::object marked = new_message(head, payload, &at);
+    std::memcpy(at, old + old_size, size_t(payload));
     response.message = std::move(marked);
   }
 
   nb::object keep_;
-  const Table& table_;
+  std::unique_ptr<WholeRows> whole_;
+  const Rows* rows_;
   std::string version_;
   bool fits_float16_;
   std::optional<std::string> default_rows_[kOutputs];

@@ -14,6 +14,7 @@ struct PlainLookup {
   int64_t n_ids = 0;
   int output = 0;                // 0 to 3
   int on_missing = 0;            // 0 to 2
+  int on_unavailable = 0;        // 0 to 1
 };
 
 class WireReader {
@@ -68,7 +69,7 @@ inline bool read_plain_lookup(std::string_view data, PlainLookup& lookup) {
       case 4 << 3 | 0: ok = reader.small(lookup.output) && lookup.output <= 3; break;
       case 5 << 3 | 0: ok = reader.small(ignored) && ignored == 0; break;
       case 8 << 3 | 0: ok = reader.small(lookup.on_missing) && lookup.on_missing <= 2; break;
-      case 9 << 3 | 0: ok = reader.small(ignored) && ignored <= 1; break;
+      case 9 << 3 | 0: ok = reader.small(lookup.on_unavailable) && lookup.on_unavailable <= 1; break;
     }
     if (!ok) return false;
   }
@@ -88,6 +89,11 @@ class WireWriter {
     if (value == 0) return;
     varint(uint64_t(field) << 3);
     varint(value);
+  }
+  // A number below 2^28 in four bytes, whatever it is: a varint may end in idle zeros.
+  void padded_number(int field, uint64_t value) {
+    varint(uint64_t(field) << 3);
+    for (int i = 0; i < 4; ++i, value >>= 7) data_.push_back(char((value & 127) | (i < 3 ? 128 : 0)));
   }
   // What precedes `length` bytes of a field.
   void bytes_head(int field, uint64_t length) {
