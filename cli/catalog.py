@@ -16,6 +16,8 @@ from embedserve.quant import (
     ImportOptions,
     Manifest,
     Metric,
+    RedisCatalog,
+    RedisConnection,
     RowType,
     Scheme,
     fold_upserts,
@@ -25,6 +27,9 @@ from embedserve.quant import (
     open_matrix,
 )
 from embedserve.quant.errors import NotFound
+from embedserve.quant.redis_catalog import PREFIX
+
+PUBLISH_TIMEOUT_S = 30.0  # a batch of pages at once, and nobody's request waits
 
 Root = Annotated[Path, typer.Option("--root", help="Catalog directory.", envvar="EMBEDSERVE_ROOT")]
 TableName = Annotated[str, typer.Option("--table", help="Name of the table.")]
@@ -107,17 +112,39 @@ def publish(
     table: TableName,
     version: Annotated[str, typer.Option(help="Which one; the newest if not given.")] = "",
     delta: Annotated[Path | None, typer.Option(metavar="DIR", help="Take this delta into the catalog first.")] = None,
+    to: Annotated[str, typer.Option(metavar="URL", help="Load it into this Redis, and make it current there.")] = "",
+    prefix: Annotated[str, typer.Option(help="What all keys in Redis begin with.")] = PREFIX,
+    expire: Annotated[bool, typer.Option("--expire", help="Then remove from Redis all but the newest --keep.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Versions that --expire leaves.")] = 2,
 ) -> None:
     """Make a version current, after checking every byte of it. An older one takes every server back to it.
 
-    Example: `embedserve publish --root catalog --table items`
+    --to redis://HOST:PORT/DB does so in Redis instead, for servers without a catalog of their own. A load that was interrupted goes
+    on where it was; until it is whole, the version before it is served.
+
+    Example: `embedserve publish --root catalog --table items --to redis://127.0.0.1:6379 --expire`
     """
     catalog = Catalog(root)
     if delta and version:
         raise typer.BadParameter("give either --version or --delta, which has a version of its own")
     if delta:
         version = catalog.install_delta(table, delta)
+    if to:
+        _publish_to_redis(
+            catalog, table, version, RedisCatalog(RedisConnection(to, PUBLISH_TIMEOUT_S), prefix), keep if expire else 0
+        )
+        return
     console.print(f"{table}: current is {catalog.publish(table, version)}")
+
+
+def _publish_to_redis(catalog: Catalog, table: str, version: str, redis: RedisCatalog, keep: int) -> None:
+    newest = catalog.versions(table)[-1:] or [""]
+    artifact = catalog.open(table, version or catalog.current(table) or newest[0], verify=True)
+    with progress_bar(f"publish {table}", artifact.manifest.rows) as progress:
+        redis.publish(artifact, progress)
+    console.print(f"{table}: current in Redis is {artifact.manifest.version}")
+    for gone in redis.expire(table, keep) if keep else ():
+        console.print(f"{table}: removed {gone} from Redis")
 
 
 def delta(

@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command()(rollback)
     app.command()(unload)
     app.command()(upsert)
+    app.command()(warm)
 
 
 def _admin(server: str, token: str | None, ca: Path | None) -> AdminClient:
@@ -99,3 +100,26 @@ def upsert(
     console.print(
         f"{table}: {done:,} rows written; {answer.upserted_rows:,} lie over {answer.version}", highlight=False
     )
+
+
+def warm(
+    server: AdminServer,
+    table: TableName,
+    keys: Annotated[str, typer.Argument(metavar="KEYS", help="PATH or PATH:ARRAY of int64 keys.")],
+    token: Token = None,
+    tls_ca: RootCertificates = None,
+) -> None:
+    """Have a server load rows into its pool before they are asked for.
+
+    A server does so by itself at a start and at a reload, with what was asked for before.
+
+    Example: `embedserve warm 127.0.0.1:50052 items hot-ids.npy`
+    """
+    stored = open_keys(keys)
+    done = loaded = 0
+    with _admin(server, token, tls_ca) as admin, progress_bar(f"warm {table}", stored.shape[0]) as progress:
+        for _, chunk in key_chunks(stored):
+            loaded += admin.warm(table, chunk)
+            done += len(chunk)
+            progress(done)
+    console.print(f"{table}: {loaded:,} of {done:,} keys loaded", highlight=False)

@@ -98,6 +98,14 @@ class AdminClient:
             answer = self._call("Upsert", request, admin_pb2.UpsertResponse)
         return cast(admin_pb2.UpsertResponse, answer)
 
+    def warm(self, table: str, keys: Ids) -> int:
+        """Loads rows into the ram tier before they are asked for; returns how many there are."""
+        key_array, loaded = ids_array(keys, "keys"), 0
+        for first in range(0, len(key_array), PART_BYTES // 8):
+            request = wire_pb2.WarmRequest(table=table, keys=[key_array[first : first + PART_BYTES // 8].tobytes()])
+            loaded += self._call("Warm", request, admin_pb2.WarmResponse).loaded
+        return loaded
+
     def _call(self, method: str, request: Message, answer: type[Any]) -> Any:
         call = self._channel.unary_unary(
             ADMIN_SERVICE + method,

@@ -21,13 +21,13 @@ class ServerProcess:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | None,
         *flags: str,
         cpus: set[int] | None = None,
         env: dict[str, str] | None = None,
         log: Path | None = None,
     ) -> None:
-        self._command = [sys.executable, "-m", "embedserve.cli.run", "serve", "--root", str(root)]
+        self._command = [sys.executable, "-m", "embedserve.cli.run", "serve", *(["--root", str(root)] if root else [])]
         for flag in ("--port", "--admin-port"):
             if flag not in flags:
                 self._command += [flag, "0"]

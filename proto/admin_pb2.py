@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65mbedserve/proto/admin.proto\x12\rembedserve.v1\"/\n\rReloadRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"<\n\x0eReloadResponse\x12*\n\x06tables\x18\x01 \x03(\x0b\x32\x1a.embedserve.v1.TableReload\"P\n\x0bTableReload\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08previous\x18\x03 \x01(\t\x12\x0f\n\x07\x63hanged\x18\x04 \x01(\x08\"1\n\x0fRollbackRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"=\n\x10RollbackResponse\x12)\n\x05table\x18\x01 \x01(\x0b\x32\x1a.embedserve.v1.TableReload\"\x1e\n\rUnloadRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x10\n\x0eUnloadResponse\"<\n\rUpsertRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x10\x12\x0e\n\x06values\x18\x03 \x03(\x02\"8\n\x0eUpsertResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x15\n\rupserted_rows\x18\x02 \x01(\x04\"\x13\n\x11ListTablesRequest\"A\n\x12ListTablesResponse\x12+\n\x06tables\x18\x01 \x03(\x0b\x32\x1b.embedserve.v1.TableSummary\"k\n\x0cTableSummary\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x10\n\x08row_type\x18\x05 \x01(\t\x12\x0e\n\x06metric\x18\x06 \x01(\t\"6\n\x14\x44\x65scribeTableRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xf1\x01\n\x15\x44\x65scribeTableResponse\x12,\n\x07summary\x18\x01 \x01(\x0b\x32\x1b.embedserve.v1.TableSummary\x12\x10\n\x08versions\x18\x02 \x03(\t\x12\x15\n\rmanifest_json\x18\x03 \x01(\t\x12\x18\n\x10row_stride_bytes\x18\x04 \x01(\r\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x15\n\rupserted_rows\x18\x06 \x01(\x04\x12\x0f\n\x07loading\x18\x07 \x01(\t\x12\'\n\x07refused\x18\x08 \x01(\x0b\x32\x16.embedserve.v1.Refusal\"8\n\x07Refusal\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04time\x18\x03 \x01(\t\"\x11\n\x0fGetStatsRequest\"\x9f\x01\n\x10GetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x10\n\x08\x66rontend\x18\x02 \x01(\t\x12\x0f\n\x07kernels\x18\x03 \x01(\t\x12+\n\x07methods\x18\x04 \x03(\x0b\x32\x1a.embedserve.v1.MethodStats\x12)\n\x06tables\x18\x05 \x03(\x0b\x32\x19.embedserve.v1.TableStats\"\xa5\x01\n\nTableStats\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05taken\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x13\n\x0brolled_back\x18\x05 \x01(\x04\x12\x15\n\rlast_reload_s\x18\x06 \x01(\x01\x12\x15\n\rupserted_rows\x18\x07 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\"L\n\x0bMethodStats\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0f\n\x07handled\x18\x02 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x32\xac\x04\n\x0c\x41\x64minService\x12Q\n\nListTables\x12 .embedserve.v1.ListTablesRequest\x1a!.embedserve.v1.ListTablesResponse\x12Z\n\rDescribeTable\x12#.embedserve.v1.DescribeTableRequest\x1a$.embedserve.v1.DescribeTableResponse\x12K\n\x08GetStats\x12\x1e.embedserve.v1.GetStatsRequest\x1a\x1f.embedserve.v1.GetStatsResponse\x12\x45\n\x06Reload\x12\x1c.embedserve.v1.ReloadRequest\x1a\x1d.embedserve.v1.ReloadResponse\x12K\n\x08Rollback\x12\x1e.embedserve.v1.RollbackRequest\x1a\x1f.embedserve.v1.RollbackResponse\x12\x45\n\x06Unload\x12\x1c.embedserve.v1.UnloadRequest\x1a\x1d.embedserve.v1.UnloadResponse\x12\x45\n\x06Upsert\x12\x1c.embedserve.v1.UpsertRequest\x1a\x1d.embedserve.v1.UpsertResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x65mbedserve/proto/admin.proto\x12\rembedserve.v1\"/\n\rReloadRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"<\n\x0eReloadResponse\x12*\n\x06tables\x18\x01 \x03(\x0b\x32\x1a.embedserve.v1.TableReload\"P\n\x0bTableReload\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08previous\x18\x03 \x01(\t\x12\x0f\n\x07\x63hanged\x18\x04 \x01(\x08\"1\n\x0fRollbackRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"=\n\x10RollbackResponse\x12)\n\x05table\x18\x01 \x01(\x0b\x32\x1a.embedserve.v1.TableReload\"\x1e\n\rUnloadRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x10\n\x0eUnloadResponse\"<\n\rUpsertRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x10\x12\x0e\n\x06values\x18\x03 \x03(\x02\"8\n\x0eUpsertResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x15\n\rupserted_rows\x18\x02 \x01(\x04\"*\n\x0bWarmRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x10\"\x1e\n\x0cWarmResponse\x12\x0e\n\x06loaded\x18\x01 \x01(\x04\"\x13\n\x11ListTablesRequest\"A\n\x12ListTablesResponse\x12+\n\x06tables\x18\x01 \x03(\x0b\x32\x1b.embedserve.v1.TableSummary\"k\n\x0cTableSummary\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x10\n\x08row_type\x18\x05 \x01(\t\x12\x0e\n\x06metric\x18\x06 \x01(\t\"6\n\x14\x44\x65scribeTableRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xf1\x01\n\x15\x44\x65scribeTableResponse\x12,\n\x07summary\x18\x01 \x01(\x0b\x32\x1b.embedserve.v1.TableSummary\x12\x10\n\x08versions\x18\x02 \x03(\t\x12\x15\n\rmanifest_json\x18\x03 \x01(\t\x12\x18\n\x10row_stride_bytes\x18\x04 \x01(\r\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x15\n\rupserted_rows\x18\x06 \x01(\x04\x12\x0f\n\x07loading\x18\x07 \x01(\t\x12\'\n\x07refused\x18\x08 \x01(\x0b\x32\x16.embedserve.v1.Refusal\"8\n\x07Refusal\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04time\x18\x03 \x01(\t\"\x11\n\x0fGetStatsRequest\"\xb3\x01\n\x10GetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x10\n\x08\x66rontend\x18\x02 \x01(\t\x12\x0f\n\x07kernels\x18\x03 \x01(\t\x12+\n\x07methods\x18\x04 \x03(\x0b\x32\x1a.embedserve.v1.MethodStats\x12)\n\x06tables\x18\x05 \x03(\x0b\x32\x19.embedserve.v1.TableStats\x12\x12\n\npool_bytes\x18\x06 \x01(\x04\"\x81\x02\n\nTableStats\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05taken\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x13\n\x0brolled_back\x18\x05 \x01(\x04\x12\x15\n\rlast_reload_s\x18\x06 \x01(\x01\x12\x15\n\rupserted_rows\x18\x07 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\'\n\x05tiers\x18\t \x03(\x0b\x32\x18.embedserve.v1.TierStats\x12\x17\n\x0fshadow_compared\x18\n \x01(\x04\x12\x18\n\x10shadow_differing\x18\x0b \x01(\x04\"\xe7\x01\n\tTierStats\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0c\n\x04hits\x18\x02 \x01(\x04\x12\x0e\n\x06misses\x18\x03 \x01(\x04\x12\x0f\n\x07unknown\x18\x04 \x01(\x04\x12\x0c\n\x04rows\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x11\n\tevictions\x18\x07 \x01(\x04\x12\x10\n\x08\x64\x65\x63lined\x18\x08 \x01(\x04\x12\x13\n\x0bunavailable\x18\t \x01(\x04\x12\x0f\n\x07\x66\x65tches\x18\n \x01(\x04\x12\x0f\n\x07\x66\x65tch_s\x18\x0b \x01(\x01\x12\r\n\x05state\x18\x0c \x01(\t\x12\x15\n\rdamaged_pages\x18\r \x01(\x04\"L\n\x0bMethodStats\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0f\n\x07handled\x18\x02 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x32\xed\x04\n\x0c\x41\x64minService\x12Q\n\nListTables\x12 .embedserve.v1.ListTablesRequest\x1a!.embedserve.v1.ListTablesResponse\x12Z\n\rDescribeTable\x12#.embedserve.v1.DescribeTableRequest\x1a$.embedserve.v1.DescribeTableResponse\x12K\n\x08GetStats\x12\x1e.embedserve.v1.GetStatsRequest\x1a\x1f.embedserve.v1.GetStatsResponse\x12\x45\n\x06Reload\x12\x1c.embedserve.v1.ReloadRequest\x1a\x1d.embedserve.v1.ReloadResponse\x12K\n\x08Rollback\x12\x1e.embedserve.v1.RollbackRequest\x1a\x1f.embedserve.v1.RollbackResponse\x12\x45\n\x06Unload\x12\x1c.embedserve.v1.UnloadRequest\x1a\x1d.embedserve.v1.UnloadResponse\x12\x45\n\x06Upsert\x12\x1c.embedserve.v1.UpsertRequest\x1a\x1d.embedserve.v1.UpsertResponse\x12?\n\x04Warm\x12\x1a.embedserve.v1.WarmRequest\x1a\x1b.embedserve.v1.WarmResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,26 +49,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPSERTREQUEST']._serialized_end=464
   _globals['_UPSERTRESPONSE']._serialized_start=466
   _globals['_UPSERTRESPONSE']._serialized_end=522
-  _globals['_LISTTABLESREQUEST']._serialized_start=524
-  _globals['_LISTTABLESREQUEST']._serialized_end=543
-  _globals['_LISTTABLESRESPONSE']._serialized_start=545
-  _globals['_LISTTABLESRESPONSE']._serialized_end=610
-  _globals['_TABLESUMMARY']._serialized_start=612
-  _globals['_TABLESUMMARY']._serialized_end=719
-  _globals['_DESCRIBETABLEREQUEST']._serialized_start=721
-  _globals['_DESCRIBETABLEREQUEST']._serialized_end=775
-  _globals['_DESCRIBETABLERESPONSE']._serialized_start=778
-  _globals['_DESCRIBETABLERESPONSE']._serialized_end=1019
-  _globals['_REFUSAL']._serialized_start=1021
-  _globals['_REFUSAL']._serialized_end=1077
-  _globals['_GETSTATSREQUEST']._serialized_start=1079
-  _globals['_GETSTATSREQUEST']._serialized_end=1096
-  _globals['_GETSTATSRESPONSE']._serialized_start=1099
-  _globals['_GETSTATSRESPONSE']._serialized_end=1258
-  _globals['_TABLESTATS']._serialized_start=1261
-  _globals['_TABLESTATS']._serialized_end=1426
-  _globals['_METHODSTATS']._serialized_start=1428
-  _globals['_METHODSTATS']._serialized_end=1504
-  _globals['_ADMINSERVICE']._serialized_start=1507
-  _globals['_ADMINSERVICE']._serialized_end=2063
+  _globals['_WARMREQUEST']._serialized_start=524
+  _globals['_WARMREQUEST']._serialized_end=566
+  _globals['_WARMRESPONSE']._serialized_start=568
+  _globals['_WARMRESPONSE']._serialized_end=598
+  _globals['_LISTTABLESREQUEST']._serialized_start=600
+  _globals['_LISTTABLESREQUEST']._serialized_end=619
+  _globals['_LISTTABLESRESPONSE']._serialized_start=621
+  _globals['_LISTTABLESRESPONSE']._serialized_end=686
+  _globals['_TABLESUMMARY']._serialized_start=688
+  _globals['_TABLESUMMARY']._serialized_end=795
+  _globals['_DESCRIBETABLEREQUEST']._serialized_start=797
+  _globals['_DESCRIBETABLEREQUEST']._serialized_end=851
+  _globals['_DESCRIBETABLERESPONSE']._serialized_start=854
+  _globals['_DESCRIBETABLERESPONSE']._serialized_end=1095
+  _globals['_REFUSAL']._serialized_start=1097
+  _globals['_REFUSAL']._serialized_end=1153
+  _globals['_GETSTATSREQUEST']._serialized_start=1155
+  _globals['_GETSTATSREQUEST']._serialized_end=1172
+  _globals['_GETSTATSRESPONSE']._serialized_start=1175
+  _globals['_GETSTATSRESPONSE']._serialized_end=1354
+  _globals['_TABLESTATS']._serialized_start=1357
+  _globals['_TABLESTATS']._serialized_end=1614
+  _globals['_TIERSTATS']._serialized_start=1617
+  _globals['_TIERSTATS']._serialized_end=1848
+  _globals['_METHODSTATS']._serialized_start=1850
+  _globals['_METHODSTATS']._serialized_end=1926
+  _globals['_ADMINSERVICE']._serialized_start=1929
+  _globals['_ADMINSERVICE']._serialized_end=2550
 # @@protoc_insertion_point(module_scope)

@@ -74,6 +74,20 @@ class UpsertResponse(_message.Message):
     upserted_rows: int
     def __init__(self, version: _Optional[str] = ..., upserted_rows: _Optional[int] = ...) -> None: ...
 
+class WarmRequest(_message.Message):
+    __slots__ = ("table", "keys")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[str] = ..., keys: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WarmResponse(_message.Message):
+    __slots__ = ("loaded",)
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    loaded: int
+    def __init__(self, loaded: _Optional[int] = ...) -> None: ...
+
 class ListTablesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -143,21 +157,23 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "frontend", "kernels", "methods", "tables")
+    __slots__ = ("uptime_s", "frontend", "kernels", "methods", "tables", "pool_bytes")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     frontend: str
     kernels: str
     methods: _containers.RepeatedCompositeFieldContainer[MethodStats]
     tables: _containers.RepeatedCompositeFieldContainer[TableStats]
-    def __init__(self, uptime_s: _Optional[float] = ..., frontend: _Optional[str] = ..., kernels: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStats, _Mapping]]] = ...) -> None: ...
+    pool_bytes: int
+    def __init__(self, uptime_s: _Optional[float] = ..., frontend: _Optional[str] = ..., kernels: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStats, _Mapping]]] = ..., pool_bytes: _Optional[int] = ...) -> None: ...
 
 class TableStats(_message.Message):
-    __slots__ = ("table", "version", "taken", "refused", "rolled_back", "last_reload_s", "upserted_rows", "memory_bytes")
+    __slots__ = ("table", "version", "taken", "refused", "rolled_back", "last_reload_s", "upserted_rows", "memory_bytes", "tiers", "shadow_compared", "shadow_differing")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +182,9 @@ class TableStats(_message.Message):
     LAST_RELOAD_S_FIELD_NUMBER: _ClassVar[int]
     UPSERTED_ROWS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_COMPARED_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_DIFFERING_FIELD_NUMBER: _ClassVar[int]
     table: str
     version: str
     taken: int
@@ -174,7 +193,40 @@ class TableStats(_message.Message):
     last_reload_s: float
     upserted_rows: int
     memory_bytes: int
-    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ..., taken: _Optional[int] = ..., refused: _Optional[int] = ..., rolled_back: _Optional[int] = ..., last_reload_s: _Optional[float] = ..., upserted_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    shadow_compared: int
+    shadow_differing: int
+    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ..., taken: _Optional[int] = ..., refused: _Optional[int] = ..., rolled_back: _Optional[int] = ..., last_reload_s: _Optional[float] = ..., upserted_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., shadow_compared: _Optional[int] = ..., shadow_differing: _Optional[int] = ...) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("tier", "hits", "misses", "unknown", "rows", "bytes", "evictions", "declined", "unavailable", "fetches", "fetch_s", "state", "damaged_pages")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    hits: int
+    misses: int
+    unknown: int
+    rows: int
+    bytes: int
+    evictions: int
+    declined: int
+    unavailable: int
+    fetches: int
+    fetch_s: float
+    state: str
+    damaged_pages: int
+    def __init__(self, tier: _Optional[str] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., unknown: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., declined: _Optional[int] = ..., unavailable: _Optional[int] = ..., fetches: _Optional[int] = ..., fetch_s: _Optional[float] = ..., state: _Optional[str] = ..., damaged_pages: _Optional[int] = ...) -> None: ...
 
 class MethodStats(_message.Message):
     __slots__ = ("method", "handled", "failed", "rows")

@@ -69,6 +69,11 @@ class AdminServiceStub:
                 request_serializer=embedserve_dot_proto_dot_admin__pb2.UpsertRequest.SerializeToString,
                 response_deserializer=embedserve_dot_proto_dot_admin__pb2.UpsertResponse.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/embedserve.v1.AdminService/Warm',
+                request_serializer=embedserve_dot_proto_dot_admin__pb2.WarmRequest.SerializeToString,
+                response_deserializer=embedserve_dot_proto_dot_admin__pb2.WarmResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -127,6 +132,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Warm(self, request, context):
+        """Loads rows into the ram tier before they are asked for. FAILED_PRECONDITION for a table that is held whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +176,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Upsert,
                     request_deserializer=embedserve_dot_proto_dot_admin__pb2.UpsertRequest.FromString,
                     response_serializer=embedserve_dot_proto_dot_admin__pb2.UpsertResponse.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=embedserve_dot_proto_dot_admin__pb2.WarmRequest.FromString,
+                    response_serializer=embedserve_dot_proto_dot_admin__pb2.WarmResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +372,33 @@ class AdminService:
             '/embedserve.v1.AdminService/Upsert',
             embedserve_dot_proto_dot_admin__pb2.UpsertRequest.SerializeToString,
             embedserve_dot_proto_dot_admin__pb2.UpsertResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/embedserve.v1.AdminService/Warm',
+            embedserve_dot_proto_dot_admin__pb2.WarmRequest.SerializeToString,
+            embedserve_dot_proto_dot_admin__pb2.WarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

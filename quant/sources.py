@@ -281,10 +281,10 @@ def open_matrix(spec: str) -> StoredArray:
     return matrix
 
 
-def open_keys(spec: str, n_rows: int) -> StoredArray:
-    """The integer vector [n_rows] that `spec` names, or the only one of its file."""
+def open_keys(spec: str, n_rows: int | None = None) -> StoredArray:
+    """The integer vector that `spec` names, or the only one of its file; [n_rows] if that is given."""
     keys = _pick(spec, lambda a: len(a.shape) == 1 and a.dtype.kind in "iu" and not a.bfloat16, "a vector of integers")
-    if keys.shape[0] != n_rows:
+    if n_rows is not None and keys.shape[0] != n_rows:
         raise SourceError(f"{spec}: {keys.shape[0]} keys for {n_rows} rows")
     return keys
 

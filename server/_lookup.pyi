@@ -9,6 +9,20 @@ def disk_rows(
     path: str, rows_offset: int, n_rows: int, stride: int, index_offset: int, n_buckets: int, seed: int
 ) -> ColdSource: ...
 def python_rows(source: Any, stride: int) -> ColdSource: ...
+def rows_of_pages(
+    values: list[bytes | None],
+    names: list[bytes],
+    numbers: list[int],
+    ids: Any,
+    which: Any,
+    row_type: int,
+    dim: int,
+    keyed: bool,
+    rows_a_page: int,
+    n_rows: int,
+    rows: Any,
+    statuses: Any,
+) -> int: ...
 
 class RowCache:
     def __init__(self, budget_bytes: int, policy: str, usual_row_bytes: int) -> None: ...

@@ -9,23 +9,32 @@ import numpy as np
 
 from embedserve.proto import admin_pb2, wire_pb2
 from embedserve.quant import Upserts
-from embedserve.quant.errors import InvalidArgument, NotFound
+from embedserve.quant.errors import FailedPrecondition, InvalidArgument, NotFound
 from embedserve.quant.kernels import _native
 from embedserve.server import wire
 from embedserve.server.engine import Engine
 from embedserve.server.reload import Reloader, TableLog, Taken
 from embedserve.server.stats import MethodStats
+from embedserve.server.upkeep import ShadowCounts, Upkeep
 from embedserve.server.upserts import UpsertWriter
 from embedserve.server.versions import ServedVersion
+
+NONE = ShadowCounts()
 
 
 class Admin:
     """Answers what is served and how it fares, and changes it."""
 
     def __init__(
-        self, engine: Engine, reloader: Reloader, upserts: UpsertWriter, stats: Mapping[str, MethodStats], frontend: str
+        self,
+        engine: Engine,
+        reloader: Reloader,
+        upserts: UpsertWriter,
+        upkeep: Upkeep,
+        stats: Mapping[str, MethodStats],
+        frontend: str,
     ) -> None:
-        self._engine, self._reloader, self._upserts = engine, reloader, upserts
+        self._engine, self._reloader, self._upserts, self._upkeep = engine, reloader, upserts, upkeep
         self._stats, self._frontend = stats, frontend
         self._started = time.monotonic()
 
@@ -63,13 +72,20 @@ class Admin:
                 table=name, version=table.current.name, taken=history.taken, refused=history.refused,
                 rolled_back=history.rolled_back, last_reload_s=history.last_reload_s,
                 upserted_rows=len(table.current.overlay.keys), memory_bytes=sum(v.memory_bytes for v in table.open),
+                tiers=_tiers(table.current), shadow_compared=self._upkeep.shadow.get(name, NONE).compared,
+                shadow_differing=self._upkeep.shadow.get(name, NONE).differing,
             )
             for name, table in self._engine.served.tables.items()
             if (history := self._reloader.tables.get(name, TableLog()))
         ]  # fmt: skip
         uptime_s = time.monotonic() - self._started
         return admin_pb2.GetStatsResponse(
-            uptime_s=uptime_s, frontend=self._frontend, kernels=_native.kernels(), methods=methods, tables=tables
+            uptime_s=uptime_s,
+            frontend=self._frontend,
+            kernels=_native.kernels(),
+            methods=methods,
+            tables=tables,
+            pool_bytes=self._engine.tiers.pool_bytes,
         )
 
     def reload(self, request: admin_pb2.ReloadRequest) -> admin_pb2.ReloadResponse:
@@ -87,6 +103,13 @@ class Admin:
         self._reloader.unload(request.table)
         return admin_pb2.UnloadResponse()
 
+    def warm(self, request: wire_pb2.WarmRequest) -> admin_pb2.WarmResponse:
+        version = self._engine.served.resolve(request.table)
+        keys = wire.as_ids(wire.joined(request.keys, 8, "keys"))
+        if version.cached is None:
+            raise FailedPrecondition(f"table {request.table!r} is held whole in RAM: there is nothing to warm")
+        return admin_pb2.WarmResponse(loaded=version.cached.warm(keys))
+
     def upsert(self, request: wire_pb2.UpsertRequest) -> admin_pb2.UpsertResponse:
         dim = self._engine.served.resolve(request.table).dim
         keys = wire.as_ids(wire.joined(request.keys, 8, "keys"))
@@ -103,6 +126,23 @@ def _reloaded(taken: Taken) -> admin_pb2.TableReload:
     return admin_pb2.TableReload(
         table=taken.table, version=taken.version, previous=taken.previous, changed=taken.changed
     )
+
+
+def _tiers(version: ServedVersion) -> list[admin_pb2.TierStats]:
+    """Of the version that answers, since it was opened. Tables held whole are not counted: every row found is a hit."""
+    if version.cached is None:
+        return []
+    counts = version.cached.counts()
+    ram = admin_pb2.TierStats(
+        tier="ram", hits=counts["hits"], misses=counts["misses"], unknown=counts["unknown"], rows=counts["rows"],
+        bytes=counts["bytes"], evictions=counts["evictions"], declined=counts["declined"],
+    )  # fmt: skip
+    cold = admin_pb2.TierStats(
+        tier="redis" if version.redis else "disk", hits=counts["fetched"], rows=version.manifest.rows,
+        unavailable=counts["unavailable"], fetches=counts["fetches"], fetch_s=counts["fetch_ns"] / 1e9,
+        state=version.redis.state if version.redis else "", damaged_pages=version.redis.damaged_pages if version.redis else 0,
+    )  # fmt: skip
+    return [ram, cold]
 
 
 def _summary(version: ServedVersion) -> admin_pb2.TableSummary:

@@ -32,7 +32,11 @@ class ServerConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    root: Path = Field(description="catalog directory")
+    root: Path | None = Field(None, description="catalog directory")
+    redis: str = Field("", description="URL of a Redis to which tables were published: redis://, rediss://, redis+sentinel://host:port/service, redis+cluster://host:port; serves those that root has not")  # fmt: skip
+    redis_prefix: str = Field("embedserve", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="what all keys in Redis begin with")  # fmt: skip
+    redis_timeout_ms: int = Field(200, ge=1, le=60_000, description="how long to wait for Redis, to connect and for each answer, before rows count as unavailable")  # fmt: skip
+    health_needs_redis: bool = Field(False, description="turn a table's health to NOT_SERVING while Redis, its only full tier, does not answer; else it goes on with what is in RAM")  # fmt: skip
     tables: tuple[str, ...] = Field((), description="tables to serve; empty: every table with a published version")
     keep_versions: int = Field(
         2,
@@ -112,16 +116,16 @@ def load_config(file: Path | None = None, flags: dict[str, Any] | None = None) -
     in_environment = {name for name in names if ENV_PREFIX + name.upper() in os.environ}
     values = {name: value for name, value in from_file.items() if name not in in_environment} | given
     try:
-        return ServerConfig(**values)
+        config = ServerConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "configuration"
-        if first["type"] == "missing":
-            flag = where.replace("_", "-")
-            raise ConfigError(
-                f"{where}: not set; give --{flag}, {ENV_PREFIX}{where.upper()} or a line in --config"
-            ) from None
         raise ConfigError(f"{where}: {first['msg']} (given: {first.get('input')!r})") from None
+    if config.root is None and not config.redis:
+        raise ConfigError(
+            f"root: not set; give --root, {ENV_PREFIX}ROOT or a line in --config (or redis, to serve what was published there)"
+        )
+    return config
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

@@ -13,14 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from embedserve.index import SearchThreads
-from embedserve.quant import INDEX_FILE, Artifact, Catalog
-from embedserve.quant.errors import ArtifactError, ConfigError, NotFound
+from embedserve.quant import (
+    INDEX_FILE,
+    Artifact,
+    Catalog,
+    Place,
+    RedisCatalog,
+    RedisConnection,
+    RedisVersion,
+    UpsertLog,
+)
+from embedserve.quant.errors import ArtifactError, ConfigError, FailedPrecondition, NotFound, Unavailable
 from embedserve.server import _lookup
 from embedserve.server.cache.memory import Pace, machine_bytes
 from embedserve.server.cache.tiers import Tiers
 from embedserve.server.config import ServerConfig
-from embedserve.server.upserts import open_overlay
-from embedserve.server.versions import ServedVersion
+from embedserve.server.upserts import extended, open_overlay
+from embedserve.server.versions import Overlay, ServedVersion
+from embedserve.server.warming import warm_from
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +90,20 @@ class Engine:
         """Raises ConfigError when there is nothing to serve, NotFound for a configured table that is not there, ArtifactError
         when no table has a version that is whole."""
         self.config = config
-        self.catalog = Catalog(config.root)
+        self.catalog = Catalog(config.root) if config.root else None
+        self.redis = self._connect() if config.redis else None
         self.changing = threading.RLock()
         self.tiers = Tiers(config)
         self.search_threads = SearchThreads(config.search_threads or len(os.sched_getaffinity(0)))
         self.budget_bytes = config.memory_budget or machine_bytes() * 9 // 10
-        names = self.published()
+        try:
+            names = self.published()
+        except Unavailable as error:
+            raise ConfigError(f"redis: {error}") from None
         if not names:
+            where = " or ".join([*([str(config.root)] if config.root else []), *(["Redis"] if config.redis else [])])
             raise ConfigError(
-                f"root: no published table in {config.root}; see `embedserve import --publish` and `embedserve publish`"
+                f"root: no published table in {where}; see `embedserve import --publish` and `embedserve publish`"
             )
         # What could not be served at the start, by table: (version, why).
         self.passed_over: dict[str, tuple[str, str]] = {}
@@ -99,14 +114,37 @@ class Engine:
             raise ArtifactError("; ".join(why for _, why in self.passed_over.values()))
 
     def published(self) -> list[str]:
-        """The tables to serve: those configured, or else all that the catalog has published."""
-        return list(self.config.tables) or [name for name in self.catalog.tables() if self._is_published(name)]
+        """The tables to serve: those configured, or else all that are published in the catalog, and in Redis. Raises Unavailable."""
+        if self.config.tables:
+            return list(self.config.tables)
+        homes = [home for home in (self.catalog, self.redis) if home is not None]
+        return list(dict.fromkeys(name for home in homes for name in home.tables() if _is_published(home, name)))
 
-    def _is_published(self, name: str) -> bool:
-        try:
-            return self.catalog.current(name) is not None
-        except ArtifactError:
-            return True  # and damaged, which whoever opens it will say
+    def home(self, table: str) -> Catalog | RedisCatalog:
+        """Where a table's versions are: the catalog if that has one, else Redis."""
+        if self.catalog is not None and (self.redis is None or self.catalog.versions(table)):
+            return self.catalog
+        assert self.redis is not None  # config: one of the two is given
+        return self.redis
+
+    def upsert_log(self, table: str) -> UpsertLog:
+        """Raises FailedPrecondition for a table that has none."""
+        home = self.home(table)
+        if not isinstance(home, Catalog):
+            raise FailedPrecondition(
+                f"table {table!r} is served from Redis; upserts are written beside a table's versions in a catalog (--root)"
+            )
+        return home.upsert_log(table)
+
+    def newest_overlay(self, version: ServedVersion) -> Overlay:
+        """What lies over a version by now; its overlay itself where nothing came since."""
+        if not isinstance(version.artifact, Artifact):
+            return version.overlay
+        return extended(version.overlay, self.upsert_log(version.manifest.table))
+
+    def _connect(self) -> RedisCatalog:
+        config = self.config
+        return RedisCatalog(RedisConnection(config.redis, config.redis_timeout_ms / 1000), config.redis_prefix)
 
     def replace(self, table: ServedTable) -> None:
         """Serves the table as given, from the next request on."""
@@ -122,31 +160,37 @@ class Engine:
         versions = [version for table in self.served.tables.values() for version in table.open]
         return self.tiers.pool_bytes + sum(version.memory_bytes for version in versions)
 
-    def memory_bytes(self, artifact: Artifact) -> int:
-        """What a version will take once it is open."""
-        index = artifact.manifest.files.get(INDEX_FILE)
-        return self.tiers.memory_bytes(artifact) + (index.bytes if index else 0)
+    def memory_bytes(self, opened: Artifact | RedisVersion) -> int:
+        """What a version will take once it is served."""
+        index = opened.manifest.files.get(INDEX_FILE) if isinstance(opened, Artifact) else None
+        return self.tiers.memory_bytes(opened) + (index.bytes if index else 0)
 
     def open_version(self, table: str, version: str, pace: Pace, check: bool) -> ServedVersion:
-        """Raises ArtifactError or NotFound."""
-        artifact = self.catalog.open(table, version)
-        overlay = open_overlay(self.catalog.upsert_log(table), artifact.manifest)
-        return ServedVersion.open(artifact, overlay, self.tiers, self.search_threads, pace, check)
+        """Raises ArtifactError, NotFound, FailedPrecondition or Unavailable."""
+        opened = self.home(table).open(table, version)
+        if isinstance(opened, Artifact):
+            overlay = open_overlay(self.upsert_log(table), opened.manifest)
+            return ServedVersion.open(opened, overlay, self.tiers, self.search_threads, pace, check)
+        assert self.redis is not None
+        held = self.tiers.hold_remote(opened, self.redis.connection)
+        return ServedVersion(opened, held, Overlay.empty(opened.manifest, Place()))
 
     def _open(self, name: str) -> None:
         """Serves a table as it was published, or as near to that as its files allow."""
         try:
             current = self._newest_whole(name)
-        except ArtifactError as error:
+        except (ArtifactError, FailedPrecondition, Unavailable) as error:
             log.error("table cannot be served: %s", error, extra={"table": name})
             self.passed_over[name] = ("", str(error))
             return
         opened = [current]
-        older = [v for v in self.catalog.versions(name) if v < current.name]
+        if current.searchable and self.config.root:
+            warm_from(current, self.config.root / name)
+        older = [v for v in self.home(name).versions(name) if v < current.name]
         for version in reversed(older[-(self.config.keep_versions - 1) :] if self.config.keep_versions > 1 else []):
             try:
                 opened.append(self.open_version(name, version, Pace(None), check=False))
-            except ArtifactError as error:
+            except (ArtifactError, FailedPrecondition, Unavailable) as error:
                 log.warning("version not kept for pins: %s", error, extra={"table": name, "version": version})
         log.info("serving", extra={"table": name, "version": current.name, "rows": current.manifest.rows})
         self.replace(ServedTable(name, tuple(opened)))
@@ -157,14 +201,14 @@ class Engine:
         Raises ArtifactError if there is none, or CURRENT itself cannot be read: a version that was never published
         is not served in its place. Raises NotFound for what was never there.
         """
-        published = self.catalog.current(name)
+        published = self.home(name).current(name)
         try:
             return self.open_version(name, "", Pace(None), check=True)
         except (ArtifactError, NotFound) as error:
             if published is None:
                 raise
             failure = str(error)
-        for version in reversed([v for v in self.catalog.versions(name) if v < published]):
+        for version in reversed([v for v in self.home(name).versions(name) if v < published]):
             try:
                 whole = self.open_version(name, version, Pace(None), check=True)
             except ArtifactError as error:
@@ -178,3 +222,10 @@ class Engine:
             self.passed_over[name] = (published, failure)
             return whole
         raise ArtifactError(failure)
+
+
+def _is_published(home: Catalog | RedisCatalog, name: str) -> bool:
+    try:
+        return home.current(name) is not None
+    except ArtifactError:
+        return True  # and damaged, which whoever opens it will say

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from embedserve.index import Filter, Params, exact_topk
-from embedserve.quant import Artifact, Manifest, Output, changed_fraction
+from embedserve.quant import Artifact, Manifest, Output, RedisVersion, changed_fraction
 from embedserve.quant.errors import FailedPrecondition
 from embedserve.server.config import ServerConfig
 from embedserve.server.versions import ServedVersion
@@ -31,10 +32,12 @@ def check_figures(new: Manifest, served: Manifest, config: ServerConfig) -> None
         )
 
 
-def check_changes(new: Artifact, served: Artifact, config: ServerConfig) -> None:
+def check_changes(new: Artifact | RedisVersion, served: Artifact | RedisVersion, config: ServerConfig) -> None:
     """Raises FailedPrecondition when more rows changed than may. Reads both versions if there is such a limit."""
     if config.max_changed_fraction is None:
         return
+    if not isinstance(new, Artifact) or not isinstance(served, Artifact):
+        raise _refused(new.manifest, "max_changed_fraction compares rows on this machine, and these are in Redis")
     changed = changed_fraction(served, new)
     if changed > config.max_changed_fraction:
         raise _refused(
@@ -45,25 +48,27 @@ def check_changes(new: Artifact, served: Artifact, config: ServerConfig) -> None
 
 def ask(version: ServedVersion) -> None:
     """The health query: rows spread over the version are found by key, decoded and ranked. Raises FailedPrecondition."""
-    positions = np.unique(
-        np.linspace(0, version.manifest.rows - 1, min(ASKED_ROWS, version.manifest.rows)).astype(np.int64)
-    )
-    own = version.layers[0]
-    keys = positions if own.keys is None else own.keys[positions]
-    found = np.empty(len(keys), np.int64)
-    own.table.find(keys, found)
-    if not np.array_equal(found, positions):
-        wrong = int(np.argmin(found == positions))
-        raise _refused(
-            version.manifest,
-            f"health query: key {keys[wrong]} of row {positions[wrong]} is found at row {found[wrong]}",
-        )
+    keys = version.artifact.sample_keys(ASKED_ROWS)
     rows = np.empty((len(keys), version.dim), np.float32)
-    version.gather(keys, Output.FLOAT32, rows)
+    if missing := version.gather(keys, Output.FLOAT32, rows):
+        key = keys[np.frombuffer(missing, "<u4")[0]]
+        raise _refused(version.manifest, f"health query: key {key} is one of its own, and has no row")
     if not np.isfinite(rows).all():
         key = keys[int(np.argmin(np.isfinite(rows).all(axis=1)))]
         raise _refused(version.manifest, f"health query: the row of key {key} is not finite")
-    filter = Filter([np.empty(0, np.int64)], positions)
+    if version.searchable:
+        _search(version, keys, rows)
+
+
+def _search(version: ServedVersion, keys: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
+    own = version.layers[0]
+    positions = np.empty(len(keys), np.int64)
+    own.table.find(keys, positions)
+    at = positions if own.keys is None else own.keys[positions]
+    if (positions < 0).any() or not np.array_equal(at, keys):
+        wrong = int(np.argmin((at == keys) & (positions >= 0)))
+        raise _refused(version.manifest, f"health query: key {keys[wrong]} is found at row {positions[wrong]}")
+    filter = Filter([np.empty(0, np.int64)], np.sort(positions))
     _, scores, counts = exact_topk(version.layers[:1], version.manifest.metric, rows[:1], 1, filter)
     expected = int(len(positions) > len(np.intersect1d(positions, own.dropped)))
     if version.index is not None:

@@ -3,9 +3,10 @@
 One thread does all of it, one version after another, at a bounded rate and never on a request's path:
 
     OPENING ──> CHECKING ──> WARMING ──> LIVE ──> KEPT ──> DRAINING ──> GONE
-    (header,    (figures,    (answers                      (requests that    (unmapped
-     budget)     every byte   a health                      began on it)      in pieces)
-                 is read)     query)
+    (header,    (figures,    (hot rows                     (requests that    (unmapped
+     budget)     every byte   are loaded,                   began on it)      in pieces)
+                 is read)     answers a
+                              health query)
        └────────────┴────────────┴──> refused: what was served goes on being served
 
 LIVE is one pointer store in the engine. A version that is refused is logged, counted, shown by
@@ -24,14 +25,21 @@ from datetime import datetime, timezone
 from enum import Enum
 from queue import SimpleQueue
 
-from embedserve.quant import Artifact, check_table_name
-from embedserve.quant.errors import ArtifactError, EmbedserveError, FailedPrecondition, NotFound, ResourceExhausted
+from embedserve.quant import Artifact, RedisVersion, check_table_name
+from embedserve.quant.errors import (
+    ArtifactError,
+    EmbedserveError,
+    FailedPrecondition,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from embedserve.server import gate
 from embedserve.server.cache.memory import Pace
 from embedserve.server.cache.ram import Leaving
 from embedserve.server.engine import Engine, ServedTable
-from embedserve.server.upserts import extended
 from embedserve.server.versions import ServedVersion
+from embedserve.server.warming import warm_like
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -141,10 +149,16 @@ class Reloader:
     def changed_tables(self) -> list[str]:
         """Tables whose published version is not the one last acted upon, and refused ones whose pause is over."""
         changed = []
-        for name in self._engine.published():
+        try:
+            published = self._engine.published()
+        except Unavailable:
+            return []  # Redis will come back; until then what is served goes on
+        for name in published:
             history = self.tables.get(name)
             try:
-                named: str | None = self._engine.catalog.current(name)
+                named: str | None = self._engine.home(name).current(name)
+            except Unavailable:
+                continue
             except ArtifactError as error:
                 named = f"unreadable: {error}"
             retry = history is not None and history.refusal is not None and time.monotonic() >= history.retry_at
@@ -200,7 +214,7 @@ class Reloader:
         try:
             named = self._named(table)
             history.named = named
-            wanted = version or named or self._engine.catalog.open(table).manifest.version
+            wanted = version or named or self._engine.home(table).open(table).manifest.version
             return self._take_up(table, wanted, history)
         except Exception as error:
             served = self._engine.served.tables.get(table)
@@ -220,7 +234,7 @@ class Reloader:
 
     def _named(self, table: str) -> str | None:
         try:
-            return self._engine.catalog.current(table)
+            return self._engine.home(table).current(table)
         except ArtifactError as error:
             self.tables[table].named = f"unreadable: {error}"
             raise
@@ -236,8 +250,7 @@ class Reloader:
         version = already or self._open(table, wanted, served, history)
         with self._engine.changing:
             served = self._engine.served.tables.get(table)  # upserts may have come meanwhile
-            upserts = self._engine.catalog.upsert_log(table)
-            overlay = extended(version.overlay, upserts)
+            overlay = self._engine.newest_overlay(version)
             if overlay is not version.overlay:
                 version = version.with_overlay(overlay)
             self._engine.replace(served.led_by(version) if served else ServedTable(table, (version,)))
@@ -259,7 +272,7 @@ class Reloader:
     def _open(self, table: str, wanted: str, served: ServedTable | None, history: TableLog) -> ServedVersion:
         engine, config = self._engine, self._engine.config
         history.loading = f"{wanted} {State.OPENING.value}"
-        artifact = engine.catalog.open(table, wanted)
+        artifact = engine.home(table).open(table, wanted)
         if served:
             gate.check_figures(artifact.manifest, served.current.manifest, config)
         self._make_room(table, artifact)
@@ -276,10 +289,12 @@ class Reloader:
         del artifact
         version = engine.open_version(table, wanted, Pace(config.reload_bandwidth), check=True)
         history.loading = f"{wanted} {State.WARMING.value}"
+        if served:
+            warm_like(version, served.current)
         gate.ask(version)
         return version
 
-    def _make_room(self, table: str, artifact: Artifact) -> None:
+    def _make_room(self, table: str, artifact: Artifact | RedisVersion) -> None:
         """Both versions fit the budget, if need be after older ones have left. Raises ResourceExhausted."""
         engine, needed = self._engine, self._engine.memory_bytes(artifact)
         while engine.open_bytes + needed > engine.budget_bytes:
@@ -314,7 +329,7 @@ class Reloader:
                 self._engine.remove(table)
             else:
                 front = before.current
-                overlay = extended(front.overlay, self._engine.catalog.upsert_log(table))
+                overlay = self._engine.newest_overlay(front)
                 back = front if overlay is front.overlay else front.with_overlay(overlay)
                 self._engine.replace(before.led_by(back))
             del served

@@ -9,8 +9,6 @@ import signal
 from collections.abc import Callable
 from queue import SimpleQueue
 
-import numpy as np
-
 from embedserve.proto import wire_pb2
 from embedserve.quant.errors import FailedPrecondition
 from embedserve.server import logs
@@ -20,11 +18,12 @@ from embedserve.server.engine import Engine
 from embedserve.server.frontend.grpcio import GrpcioFrontend
 from embedserve.server.reload import Reloader
 from embedserve.server.service import ERROR, Service
+from embedserve.server.upkeep import Upkeep
 from embedserve.server.upserts import UpsertWriter
 from embedserve.server.watch import Watcher
 
 log = logging.getLogger(__name__)
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS, ASKED_KEYS = 3, 16
 
 
 def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
@@ -40,7 +39,8 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     reloader = Reloader(engine, lambda table, version: _ask(service, engine, table, version), frontend.table_health)
     upserts = UpsertWriter(engine)
     watcher = Watcher(engine, reloader, upserts)
-    frontend.add_admin(Admin(engine, reloader, upserts, frontend.stats, frontend.name))
+    upkeep = Upkeep(engine, frontend.rows_available)
+    frontend.add_admin(Admin(engine, reloader, upserts, upkeep, frontend.stats, frontend.name))
     _warn_if_open(config)
     # What is loaded by now lives as long as the process: the collector need not look at it during requests.
     gc.collect()
@@ -53,6 +53,7 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     signal.signal(signal.SIGHUP, lambda *_: _request_all(reloader, engine))
     reloader.start()
     upserts.start()
+    upkeep.start()
     frontend.start()
     frontend.serve_health()
     if config.watch:
@@ -63,6 +64,7 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     if config.watch:
         watcher.stop()
     frontend.drain()
+    upkeep.stop()
     upserts.stop()
     reloader.stop()
     log.info("stopped")
@@ -82,8 +84,7 @@ def _ask(service: Service, engine: Engine, table: str, version: str) -> None:
     """Runs the request path of a table's version, some times: whether it answers, and so that the first caller
     pays for no first time. Raises EmbedserveError if it does not answer as it should."""
     served = engine.served.resolve(table, version)
-    positions = np.arange(min(16, served.manifest.rows))
-    keys = (positions if served.artifact.keys is None else served.artifact.keys[positions]).astype("<i8")
+    keys = served.artifact.sample_keys(ASKED_KEYS).astype("<i8")
     lookup = wire_pb2.LookupRequest(table=table, version=version, ids=[keys.tobytes()], on_missing=ERROR)
     topk = wire_pb2.TopKRequest(
         table=table, version=version, query_ids=[keys[:1].tobytes()], k=1, allow=[keys.tobytes()]
@@ -92,7 +93,8 @@ def _ask(service: Service, engine: Engine, table: str, version: str) -> None:
         answer, _ = service.lookup(lookup.SerializeToString())
     if wire_pb2.LookupResponse.FromString(answer).version != version:
         raise FailedPrecondition(f"asked for version {version}, another answered")
-    service.topk(topk.SerializeToString())
+    if served.searchable:
+        service.topk(topk.SerializeToString())
 
 
 def _warn_if_open(config: ServerConfig) -> None:

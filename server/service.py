@@ -111,6 +111,10 @@ class Service:
             if request.HasField("include_vectors")
             else None
         )
+        if not version.searchable:
+            raise FailedPrecondition(
+                f"table {request.table!r} is served from Redis; TopK scores rows on the server's own machine: give it a catalog (--root)"
+            )
         if not 1 <= request.k <= self._limits.max_k:
             raise InvalidArgument("k", f"{request.k}; allowed are 1 to {self._limits.max_k} (max_k)")
         queries, missing = self._queries(served, request, version)

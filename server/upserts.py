@@ -83,6 +83,7 @@ class UpsertWriter:
         disk, ArtifactError if the log is damaged.
         """
         version = self._engine.served.resolve(table)
+        self._engine.upsert_log(table)  # there is one
         encode_upserts(version.manifest, upserts)  # all of it can be stored, before any of it is
         if version.artifact.keys is None:
             self._check_positions(version, upserts)
@@ -137,7 +138,7 @@ class UpsertWriter:
             request.done.set_result(version)
 
     def _write(self, table: str, batches: list[Upserts]) -> ServedVersion:
-        upsert_log = self._engine.catalog.upsert_log(table)
+        upsert_log = self._engine.upsert_log(table)
         with self._engine.changing:  # no version is swapped between the write and what is served of it
             served = self._engine.served.tables.get(table)
             if served is None:

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from embedserve.index import ApproximateIndex, Layer, SearchThreads
-from embedserve.quant import INDEX_FILE, Artifact, EncodedUpserts, Manifest, Output, Place
+from embedserve.quant import INDEX_FILE, Artifact, EncodedUpserts, Manifest, Output, Place, RedisVersion
 from embedserve.quant import key_index as index_builder
 from embedserve.quant.errors import Unavailable
 from embedserve.quant.kernels import _native
 from embedserve.server import _lookup
 from embedserve.server.cache.memory import Pace
 from embedserve.server.cache.ram import Leaving
+from embedserve.server.cache.redis import RedisRows
 from embedserve.server.cache.tiers import CachedTable, Held, Tiers
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class Overlay:
 class ServedVersion:
     """What a request reads. Immutable: upserts make another one over the same memory."""
 
-    def __init__(self, artifact: Artifact, held: Held, overlay: Overlay, index: ApproximateIndex | None = None) -> None:
+    def __init__(
+        self, artifact: Artifact | RedisVersion, held: Held, overlay: Overlay, index: ApproximateIndex | None = None
+    ) -> None:
         self.artifact, self.held, self.overlay, self.index = artifact, held, overlay, index
         self.manifest: Manifest = artifact.manifest
         self.table: _native.Table = artifact.native_table(held.rows, overlay.table)
@@ -82,6 +85,7 @@ class ServedVersion:
         self.fits_float16 = self.max_abs <= FP16_MAX
         default_rows = tuple(encoded_default(artifact, output) for output in Output)
         self.responder = _lookup.Responder(self.lookup_rows, self.name, default_rows, self.fits_float16)
+        self.searchable = isinstance(artifact, Artifact)  # its rows are where the kernels can see them
         self.layers = self._layers()
 
     @classmethod
@@ -110,6 +114,10 @@ class ServedVersion:
     def cached(self) -> _lookup.CachedRows | None:
         """Its part of the pool; None where it is held whole."""
         return self.held.cached if isinstance(self.held, CachedTable) else None
+
+    @property
+    def redis(self) -> RedisRows | None:
+        return self.held.redis if isinstance(self.held, CachedTable) else None
 
     def with_overlay(self, overlay: Overlay) -> ServedVersion:
         return ServedVersion(self.artifact, self.held, overlay, self.index)
@@ -160,7 +168,7 @@ class ServedVersion:
         return (Layer(own, self.artifact.keys, replaced), Layer(self.overlay.table, self.overlay.keys))
 
 
-def encoded_default(artifact: Artifact, output: Output) -> bytes | None:
+def encoded_default(artifact: Artifact | RedisVersion, output: Output) -> bytes | None:
     """The default row as `output` returns it; None if the table's row type cannot hold it."""
     values, fmt = artifact.default_row, artifact.manifest.format
     if output is Output.FLOAT32:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import watchfiles
 
-from embedserve.quant import Place
+from embedserve.quant import Artifact, Catalog, Place
 from embedserve.server.engine import Engine
 from embedserve.server.reload import Reloader
 from embedserve.server.upserts import UpsertWriter
@@ -49,11 +49,17 @@ class Watcher:
     def _folders(self) -> list[Path]:
         """Folders whose own entries tell of news; files within versions are of no interest."""
         root = self._engine.config.root
-        tables = [root / name for name in self._engine.published()]
+        if root is None:
+            return []
+        tables = [root / name for name in Catalog(root).tables()]
         return [folder for folder in (root, *tables, *(table / "upserts" for table in tables)) if folder.is_dir()]
 
     def _wakes(self, folders: list[Path]) -> Iterator[None]:
         """Yields at every change and at least every second, until there are other folders to watch."""
+        if not folders:  # Redis alone
+            while not self._stop.wait(LOOK_EVERY_S):
+                yield
+            return
         try:
             changes = watchfiles.watch(
                 *folders, watch_filter=None, debounce=4 * GATHER_MS, step=GATHER_MS, stop_event=self._stop, recursive=False,
@@ -79,8 +85,10 @@ class Watcher:
             elif due <= now:
                 del self._due[name]
                 self._reloader.request(name)
-        for name in self._engine.served.tables:
-            extent = self._engine.catalog.upsert_log(name).extent()
+        for name, table in self._engine.served.tables.items():
+            if not isinstance(table.current.artifact, Artifact):
+                continue
+            extent = self._engine.upsert_log(name).extent()
             if self._extents.get(name) != extent:
                 self._extents[name] = extent
                 self._upserts.refresh(name)

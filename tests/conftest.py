@@ -44,7 +44,9 @@ def rows_of(root: Path, table: str, version: str = "") -> tuple[np.ndarray, Arti
 
 
 @contextmanager
-def serving(root: Path, *flags: str, log: Path | None = None) -> Iterator[tuple[ServerProcess, Client, AdminClient]]:
+def serving(
+    root: Path | None, *flags: str, log: Path | None = None
+) -> Iterator[tuple[ServerProcess, Client, AdminClient]]:
     """A server of its own, and both its clients."""
     with ExitStack() as stack:
         server = stack.enter_context(ServerProcess(root, *flags, log=log))

@@ -145,7 +145,6 @@ class CachedTable {
       table.cold_.fetch(ids.data(), int64_t(ids.size()), rows.get(), statuses.data());
       const auto took = std::chrono::steady_clock::now() - begun;
       add(source.fetches, 1);
-      add(source.fetched, int64_t(ids.size()));
       add(source.fetch_ns, std::chrono::duration_cast<std::chrono::nanoseconds>(took).count());
     }
     const uint8_t* row(size_t i) const { return rows.get() + int64_t(i) * stride; }
@@ -255,6 +254,7 @@ class CachedTable {
     }
     std::sort(missing.begin(), missing.end());
     std::sort(tally.unavailable.begin(), tally.unavailable.end());
+    add(source.fetched, tally.cold);
     add(source.unavailable, int64_t(tally.unavailable.size()));
   }
 

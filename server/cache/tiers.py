@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from embedserve.quant import Artifact
+from embedserve.quant import Artifact, RedisConnection, RedisVersion
 from embedserve.quant.errors import ArtifactError, ConfigError
 from embedserve.quant.kernels import _native
 from embedserve.server import _lookup
 from embedserve.server.cache.memory import PIECE_BYTES, Pace, machine_bytes
 from embedserve.server.cache.ram import Leaving, RamTable
+from embedserve.server.cache.redis import RedisRows
 
 if TYPE_CHECKING:
     from embedserve.server.config import ServerConfig
@@ -37,8 +38,10 @@ MOST_FLOORS = 0.8  # of the pool: the rest must be free to move
 class CachedTable:
     """One version's rows, some in the pool, all in a colder tier."""
 
-    def __init__(self, native: _native.Table, cached: _lookup.CachedRows, tier: int, artifact: Artifact | None) -> None:
-        self._native, self.cached, self.tier = native, cached, tier
+    def __init__(
+        self, cached: _lookup.CachedRows, tier: int, artifact: Artifact | None, redis: RedisRows | None = None
+    ) -> None:
+        self.cached, self.tier, self.redis = cached, tier, redis
         self.resident_bytes = self.memory_bytes = 0  # the pool is not this version's own
         # None: rows lie where the kernels cannot see them.
         self.rows: npt.NDArray[np.uint8] | None = artifact.rows if artifact else None
@@ -77,9 +80,9 @@ class Tiers:
     def holds_whole(self, artifact: Artifact) -> bool:
         return not self._config.memory_pool_size or artifact.manifest.table in self._config.whole_tables
 
-    def memory_bytes(self, artifact: Artifact) -> int:
+    def memory_bytes(self, opened: Artifact | RedisVersion) -> int:
         """What a version takes, besides its index, until it leaves."""
-        return artifact.rows_entry.bytes if self.holds_whole(artifact) else 0
+        return opened.rows_entry.bytes if isinstance(opened, Artifact) and self.holds_whole(opened) else 0
 
     @property
     def pool_bytes(self) -> int:
@@ -94,11 +97,13 @@ class Tiers:
             _check_file(artifact, pace)
         native = artifact.native_table()
         cold = _disk_rows(artifact)
-        return CachedTable(native, self._cached(artifact.manifest.table, native, cold, DISK), DISK, artifact)
+        return CachedTable(self._cached(artifact.manifest.table, native, cold, DISK), DISK, artifact)
 
-    def hold_remote(self, table: str, native: _native.Table, cold: _lookup.ColdSource, tier: int) -> CachedTable:
-        """A version of which nothing is on this machine. `native`: a table of its format, without rows."""
-        return CachedTable(native, self._cached(table, native, cold, tier), tier, None)
+    def hold_remote(self, version: RedisVersion, connection: RedisConnection) -> CachedTable:
+        """A version of which nothing is on this machine. Raises ConfigError."""
+        rows, native = RedisRows(version, connection), version.native_table()
+        cold = _lookup.python_rows(rows, native.stride)
+        return CachedTable(self._cached(version.manifest.table, native, cold, REDIS), REDIS, None, rows)
 
     def _cached(self, table: str, native: _native.Table, cold: _lookup.ColdSource, tier: int) -> _lookup.CachedRows:
         config = self._config

@@ -96,6 +96,7 @@ class GrpcioFrontend:
             "Reload": (admin_pb2.ReloadRequest, admin.reload),
             "Rollback": (admin_pb2.RollbackRequest, admin.rollback),
             "Unload": (admin_pb2.UnloadRequest, admin.unload),
+            "Warm": (wire_pb2.WarmRequest, admin.warm),
             "Upsert": (wire_pb2.UpsertRequest, admin.upsert),
         }
         handlers = {
@@ -120,6 +121,12 @@ class GrpcioFrontend:
         for name, well in ((table, served), (f"{table}:current", as_published)):
             status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
             self.health.set(name, status)
+
+    def rows_available(self, table: str, yes: bool) -> None:
+        """A table's health under its name, while its only full tier comes and goes."""
+        self.health.set(
+            table, health_pb2.HealthCheckResponse.SERVING if yes else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
 
     def drain(self) -> None:
         """Turns health to NOT_SERVING, refuses new calls, and waits up to drain_s for those in flight."""

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "lookups.h"
+#include "redis_pages.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,6 +46,51 @@ std::shared_ptr<ColdSource> disk_rows(const std::string& path, int64_t rows_offs
 }
 
 std::shared_ptr<ColdSource> python_rows(nb::object source, int64_t stride) { return std::make_shared<PythonSource>(std::move(source), stride); }
+
+std::string_view bytes_of(nb::handle object) {
+  return {PyBytes_AS_STRING(object.ptr()), size_t(PyBytes_GET_SIZE(object.ptr()))};
+}
+
+// Rows and statuses of ids from the pages that hold them. Returns how many pages were there and not what they should be.
+int64_t rows_of_pages(nb::list values, nb::list names, nb::list numbers, nb::object ids, nb::object which, int row_type, uint32_t dim, bool keyed,
+                      int64_t rows_a_page, int64_t n_rows, nb::object rows, nb::object statuses) {
+  const Buffer id_bytes(ids, "ids", 8), page_of(which, "which", 4), status_bytes(statuses, "statuses", 1, true);
+  const int64_t n = id_bytes.items();
+  if (page_of.items() != n || status_bytes.items() != n || values.size() != names.size() || values.size() != numbers.size()) {
+    throw nb::value_error("rows_of_pages: sizes do not agree");
+  }
+  const Buffer row_bytes(rows, "rows", 1, true);
+  const int64_t stride = n ? row_bytes.items() / n : 0;
+  if (row_bytes.items() != n * stride) throw nb::value_error("rows: wrong number of bytes");
+  std::vector<RedisPage> pages;
+  std::vector<int64_t> firsts;
+  int64_t damaged = 0;
+  for (size_t p = 0; p < values.size(); ++p) {
+    const bool there = PyBytes_Check(values[p].ptr());
+    if (!PyBytes_Check(nb::handle(names[p]).ptr())) throw nb::type_error("names: bytes");
+    pages.emplace_back(bytes_of(names[p]), there ? bytes_of(values[p]) : std::string_view(), uint8_t(row_type), dim, stride, keyed);
+    firsts.push_back(nb::cast<int64_t>(numbers[p]) * rows_a_page);
+    if (!keyed && pages.back().ok && pages.back().n != std::min(rows_a_page, n_rows - firsts.back())) pages.back().ok = false;
+    damaged += there && !pages.back().ok;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t p;
+    int64_t id;
+    std::memcpy(&p, page_of.data() + 4 * i, 4);
+    std::memcpy(&id, id_bytes.data() + 8 * i, 8);
+    if (p >= int64_t(pages.size())) throw nb::value_error("which: out of range");
+    RowStatus& status = reinterpret_cast<RowStatus*>(status_bytes.data())[i];
+    if (p < 0) {
+      status = RowStatus::kMissing;
+      continue;
+    }
+    const RedisPage& page = pages[size_t(p)];
+    const int64_t place = !page.ok ? -1 : keyed ? page.find(id) : id - firsts[size_t(p)];
+    status = !page.ok ? RowStatus::kUnavailable : place < 0 || place >= page.n ? RowStatus::kMissing : RowStatus::kFound;
+    if (status == RowStatus::kFound) std::memcpy(row_bytes.data() + i * stride, page.rows + place * stride, size_t(stride));
+  }
+  return damaged;
+}
 
 nb::tuple gather(const CachedRows& rows, nb::object ids, int output, nb::object out) {
   const Buffer id_bytes(ids, "ids", 8), target(out, "out", 1, true);
@@ -107,6 +153,10 @@ NB_MODULE(_lookup, m) {
   m.def("disk_rows", &disk_rows, "path"_a, "rows_offset"_a, "n_rows"_a, "stride"_a, "index_offset"_a, "n_buckets"_a, "seed"_a,
         "Rows of an artifact's file; index_offset -1: keys are positions. Raises OSError.");
   m.def("python_rows", &python_rows, "source"_a, "stride"_a, "Rows of an object with fetch(ids) -> (rows, statuses).");
+  m.def("rows_of_pages", &rows_of_pages, "values"_a, "names"_a, "numbers"_a, "ids"_a, "which"_a, "row_type"_a, "dim"_a, "keyed"_a, "rows_a_page"_a,
+        "n_rows"_a, "rows"_a, "statuses"_a,
+        "Rows [n, stride] and statuses [n] of ids from pages of Redis (bytes or None): `which` [n] int32 is each id's page, -1 for none. "
+        "Returns how many pages were damaged.");
   nb::class_<RowCache>(m, "RowCache", "The ram tier of tables that are not held whole: one pool for all their rows.")
       .def(nb::init<int64_t, const std::string&, int64_t>(), "budget_bytes"_a, "policy"_a, "usual_row_bytes"_a,
            nb::call_guard<nb::gil_scoped_release>())
