@@ -11,7 +11,7 @@ import typer
 from embedserve.cli.output import console
 from embedserve.loadtest.results import Figure, print_figures
 
-NAMES = ("kernels", "import", "lookup", "reload", "topk")
+NAMES = ("kernels", "import", "lookup", "reload", "topk", "tiers")
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +22,10 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(NAMES)}.")],
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures there.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For tiers: a .npy of int64 keys, in the order they were asked for."),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes, to see that it runs; figures mean little.")] = False,
 ) -> None:
@@ -40,6 +44,12 @@ def bench(
         from embedserve.loadtest.bench_reload import run
     elif name == "topk":
         from embedserve.loadtest.bench_topk import run
+    elif name == "tiers":
+        from functools import partial
+
+        from embedserve.loadtest.bench_tiers import run as run_tiers
+
+        run = partial(run_tiers, trace=trace)
     else:
         raise typer.BadParameter(f"{name!r}; there is: {', '.join(NAMES)}")
     figures = run(quick, lambda line: console.print(line, style="dim", highlight=False))

@@ -76,7 +76,7 @@ class RedisVersion:
     def __init__(self, prefix: str, document: RedisManifest) -> None:
         self.document, self.manifest = document, document.manifest
         self.default_row: npt.NDArray[np.float32] = np.array(document.default_row, np.float32)
-        self._base = f"{prefix}:{self.manifest.table}:{self.manifest.version}"
+        self._form = f"{prefix}:{self.manifest.table}:{self.manifest.version}:{{%d}}:%d".encode()  # no name holds a %
 
     def sample_keys(self, n: int) -> npt.NDArray[np.int64]:
         return np.array(self.document.sample_keys[:n], np.int64)
@@ -97,7 +97,11 @@ class RedisVersion:
         return np.where(valid, keys // self.document.rows_a_page, -1)
 
     def page_key(self, page: int) -> bytes:
-        return b"%b:{%d}:%d" % (self._base.encode(), page % self.document.shards, page)
+        return self._form % (page % self.document.shards, page)
+
+    def page_keys(self, pages: npt.NDArray[np.int64]) -> list[bytes]:
+        form = self._form
+        return [form % pair for pair in zip((pages % self.document.shards).tolist(), pages.tolist(), strict=True)]
 
 
 class RedisCatalog:

@@ -117,9 +117,12 @@ class RedisConnection:
                 continue
             for attempt in (1, 2):
                 try:
-                    for group, found in zip(of_node, self._mget(node, of_node), strict=True):
-                        values.update(zip(group, found, strict=True))
+                    answers = self._mget(node, of_node)
                     breaker.succeeded()
+                    if not self._is_cluster:
+                        return answers[0]
+                    for group, found in zip(of_node, answers, strict=True):
+                        values.update(zip(group, found, strict=True))
                     break
                 except self._redis.RedisError as error:
                     breaker.failed(error)

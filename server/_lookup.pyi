@@ -12,7 +12,7 @@ def python_rows(source: Any, stride: int) -> ColdSource: ...
 def rows_of_pages(
     values: list[bytes | None],
     names: list[bytes],
-    numbers: list[int],
+    numbers: Any,
     ids: Any,
     which: Any,
     row_type: int,

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 FETCHES_AT_ONCE = 32
 LONGEST_WAIT_S = 2.0  # for others' fetches, and for a turn; each of them is bounded by Redis's own timeout
 
-Pages = dict[int, bytes | None]
+Pages = dict[bytes, bytes | None]
 
 
 class RedisRows:
@@ -30,7 +30,7 @@ class RedisRows:
     def __init__(self, version: RedisVersion, connection: RedisConnection) -> None:
         self._version, self._connection = version, connection
         self._format = version.manifest.format
-        self._flights: dict[int, Future[Pages]] = {}
+        self._flights: dict[bytes, Future[Pages]] = {}
         self._lock = threading.Lock()
         self.damaged_pages = 0  # seen so far
 
@@ -45,11 +45,11 @@ class RedisRows:
         rows, statuses = np.zeros((len(keys), self._format.stride), np.uint8), np.ones(len(keys), np.uint8)
         pages, which = np.unique(self._version.pages_of(keys), return_inverse=True)
         first = int(len(pages) > 0 and pages[0] < 0)  # -1: no such position
-        numbers = [int(page) for page in pages[first:]]
-        values = self._pages(numbers)
-        names = [self._version.page_key(page) for page in numbers]
+        numbers = pages[first:]
+        names = self._version.page_keys(numbers)
+        values = self._values(names)
         damaged = _lookup.rows_of_pages(
-            [values[page] for page in numbers], names, numbers, keys, which.astype(np.int32).reshape(-1) - first, self._format.type.native | self._format.wide << 4,
+            values, names, numbers, keys, which.astype(np.int32).reshape(-1) - first, self._format.type.native | self._format.wide << 4,
             self._format.dim, self._version.manifest.has_keys, self._version.document.rows_a_page, self._version.manifest.rows, rows, statuses,
         )  # fmt: skip
         if damaged:
@@ -60,42 +60,38 @@ class RedisRows:
             )  # fmt: skip
         return rows, statuses
 
-    def _pages(self, numbers: list[int]) -> Pages:
-        """Pages by number, None where one cannot be had."""
-        if not numbers:
-            return {}
-        mine: list[int] = []
-        others: dict[int, Future[Pages]] = {}
+    def _values(self, names: list[bytes]) -> list[bytes | None]:
+        """Pages by their keys in Redis, None where one cannot be had. A page that another request is fetching is waited for."""
+        if not names:
+            return []
         flight: Future[Pages] = Future()
         with self._lock:
-            for page in numbers:
-                if (other := self._flights.get(page)) is not None:
-                    others[page] = other
-                else:
-                    self._flights[page] = flight
-                    mine.append(page)
+            flights = [self._flights.setdefault(name, flight) for name in names]
+        mine = [name for name, other in zip(names, flights, strict=True) if other is flight]
         found: Pages = {}
         try:
             if mine:
-                found = self._get(mine)
+                found = dict(zip(mine, self._get(mine), strict=True))
         finally:
             with self._lock:
-                for page in mine:
-                    del self._flights[page]
+                for name in mine:
+                    del self._flights[name]
             flight.set_result(found)
-        answer = dict(found)
-        for page, other in others.items():
-            try:
-                answer[page] = other.result(LONGEST_WAIT_S).get(page)
-            except Late:
-                answer[page] = None
-        return answer
+        if len(mine) == len(names):
+            return list(found.values())
+        return [_landed(other).get(name) for name, other in zip(names, flights, strict=True)]
 
-    def _get(self, pages: list[int]) -> Pages:
+    def _get(self, names: list[bytes]) -> list[bytes | None]:
         if not self._turns.acquire(timeout=LONGEST_WAIT_S):
             raise ResourceExhausted(f"overloaded: {FETCHES_AT_ONCE} fetches from Redis in progress; retry later", 0.1)
         try:
-            values = self._connection.get_all([self._version.page_key(page) for page in pages])
+            return self._connection.get_all(names)
         finally:
             self._turns.release()
-        return dict(zip(pages, values, strict=True))
+
+
+def _landed(flight: Future[Pages]) -> Pages:
+    try:
+        return flight.result(LONGEST_WAIT_S)
+    except Late:
+        return {}

@@ -52,11 +52,11 @@ std::string_view bytes_of(nb::handle object) {
 }
 
 // Rows and statuses of ids from the pages that hold them. Returns how many pages were there and not what they should be.
-int64_t rows_of_pages(nb::list values, nb::list names, nb::list numbers, nb::object ids, nb::object which, int row_type, uint32_t dim, bool keyed,
+int64_t rows_of_pages(nb::list values, nb::list names, nb::object numbers, nb::object ids, nb::object which, int row_type, uint32_t dim, bool keyed,
                       int64_t rows_a_page, int64_t n_rows, nb::object rows, nb::object statuses) {
-  const Buffer id_bytes(ids, "ids", 8), page_of(which, "which", 4), status_bytes(statuses, "statuses", 1, true);
+  const Buffer number_bytes(numbers, "numbers", 8), id_bytes(ids, "ids", 8), page_of(which, "which", 4), status_bytes(statuses, "statuses", 1, true);
   const int64_t n = id_bytes.items();
-  if (page_of.items() != n || status_bytes.items() != n || values.size() != names.size() || values.size() != numbers.size()) {
+  if (page_of.items() != n || status_bytes.items() != n || values.size() != names.size() || int64_t(values.size()) != number_bytes.items()) {
     throw nb::value_error("rows_of_pages: sizes do not agree");
   }
   const Buffer row_bytes(rows, "rows", 1, true);
@@ -69,7 +69,9 @@ int64_t rows_of_pages(nb::list values, nb::list names, nb::list numbers, nb::obj
     const bool there = PyBytes_Check(values[p].ptr());
     if (!PyBytes_Check(nb::handle(names[p]).ptr())) throw nb::type_error("names: bytes");
     pages.emplace_back(bytes_of(names[p]), there ? bytes_of(values[p]) : std::string_view(), uint8_t(row_type), dim, stride, keyed);
-    firsts.push_back(nb::cast<int64_t>(numbers[p]) * rows_a_page);
+    int64_t number;
+    std::memcpy(&number, number_bytes.data() + 8 * p, 8);
+    firsts.push_back(number * rows_a_page);
     if (!keyed && pages.back().ok && pages.back().n != std::min(rows_a_page, n_rows - firsts.back())) pages.back().ok = false;
     damaged += there && !pages.back().ok;
   }
