@@ -134,7 +134,7 @@ class CachedTable {
  private:
   static constexpr int64_t kBlock = 256;      // ids decoded under one Pin: some microseconds
   static constexpr int64_t kFetched = 16384;  // rows fetched at once: the most that a request's buffer holds of them
-  static constexpr int64_t kAheadBucket = 24, kAheadRow = 12;
+  static constexpr int64_t kAheadBucket = 32, kAheadRow = 16;
 
   // Rows from the cold tier, in a buffer of their own.
   struct Fetched {

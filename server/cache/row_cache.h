@@ -6,7 +6,7 @@
 // are remembered by a fingerprint for a while, so that one that comes back goes to `main` at once. A row at the end
 // of `main` that was asked for goes round again. Policies differ in three numbers, see Policy.
 //
-// Readers take no lock: a bucket's way is one atomic word that names an entry; an entry is written before it is
+// Readers take no lock: a bucket's way is one atomic pointer to an entry; an entry is written before it is
 // named, and its memory is written again only when no reader can be looking (epochs.h). Writers hold their shard's
 // mutex. A row that finds no room at once is not taken in: a cache may always decline.
 #pragma once
@@ -94,6 +94,7 @@ class RowCache {
     const int64_t each = budget_bytes / (int64_t(1) << bits) / 64 * 64;
     for (int64_t s = 0; s < int64_t(1) << bits; ++s) {
       shards_.push_back(std::make_unique<Shard>(*this, static_cast<uint8_t*>(map_) + s * each, each, usual_row_bytes));
+      buckets_.push_back({shards_.back()->buckets, shards_.back()->n_buckets});
     }
   }
   ~RowCache() { ::munmap(map_, size_t(budget_)); }
@@ -133,10 +134,12 @@ class RowCache {
     const Entry* entry;
   };
   static uint64_t hash_of(uint32_t source, int64_t key) { return hash_key(key, uint64_t(source) * 0x9e3779b97f4a7c15ull); }
-  [[gnu::always_inline]] void prefetch_bucket(uint64_t hash) const { __builtin_prefetch(&shard(hash).home(hash)); }
+  [[gnu::always_inline]] void prefetch_bucket(uint64_t hash) const { __builtin_prefetch(&home(hash)); }
   // The likely entry by its tag, its key not yet compared; its lines are asked for. May be null.
   [[gnu::always_inline]] const Entry* candidate(uint64_t hash, int64_t row_bytes) const {
-    const Entry* entry = shard(hash).first_tagged(hash);
+    const Bucket& bucket = home(hash);
+    const uint64_t equal = Bucket::equal(bucket.tags.load(std::memory_order_seq_cst), tag_of(hash));
+    const Entry* entry = equal ? bucket.ways[__builtin_ctzll(equal) >> 3].load(std::memory_order_seq_cst) : nullptr;
     if (entry) {
       const char* at = reinterpret_cast<const char*>(entry);
       for (int64_t offset = 0; offset < row_bytes + int64_t(sizeof(Entry)); offset += 64) __builtin_prefetch(at + offset);
@@ -147,7 +150,7 @@ class RowCache {
   // The entry of a key, or null; `likely` from candidate().
   [[gnu::always_inline]] const Entry* find(uint64_t hash, uint32_t source, int64_t key, const Entry* likely) const {
     if (likely && likely->key == key && likely->source == source) return likely;
-    return likely || shard(hash).overflows(hash) ? shard(hash).find(hash, source, key) : nullptr;
+    return likely || Bucket::overflowed(home(hash).tags.load(std::memory_order_seq_cst)) ? shard(hash).find(hash, source, key) : nullptr;
   }
   [[gnu::always_inline]] void note_asked(const Entry* entry) const {
     auto& asked = const_cast<Entry*>(entry)->asked;
@@ -183,13 +186,31 @@ class RowCache {
   Epochs& epochs() const { return epochs_; }
 
  private:
+  // Where the keys at home here, or overflowed to here, have their entries. A byte of `tags` tells the likely way, so that
+  // hardly an entry is looked at that is another key's; its last byte counts the keys at home here that live in their other
+  // bucket (255: that many or more, for ever). Writers name an entry in `ways` before its tag, and take the tag back first.
   struct alignas(64) Bucket {
     static constexpr int kWays = 7;
-    std::atomic<uint64_t> ways[kWays];     // tag << 40 | entry's place in the shard's memory / 8; 0: free
-    std::atomic<uint64_t> overflowed;      // keys at home here that live in their other bucket
+    std::atomic<uint64_t> tags;
+    std::atomic<Entry*> ways[kWays];
+
+    // A bit in the top of each byte that holds the tag (Mycroft's test for zero bytes; a false one does no harm).
+    static uint64_t equal(uint64_t tags, uint8_t tag) {
+      const uint64_t x = tags ^ kOnes * tag;
+      return (x - kOnes) & ~x & (kOnes << 7) & (~uint64_t(0) >> 8);
+    }
+    static uint8_t overflowed(uint64_t tags) { return uint8_t(tags >> 56); }
+    void set_tag(int way, uint8_t tag) {
+      const uint64_t before = tags.load(std::memory_order_relaxed);
+      tags.store((before & ~(uint64_t(255) << 8 * way)) | uint64_t(tag) << 8 * way, std::memory_order_seq_cst);
+    }
+    void add_overflowed(int change) {
+      const uint64_t before = tags.load(std::memory_order_relaxed);
+      if (overflowed(before) != 255) tags.store(before + (uint64_t(int64_t(change)) << 56), std::memory_order_seq_cst);
+    }
+    static constexpr uint64_t kOnes = 0x0101010101010101;
   };
-  static constexpr uint64_t kPlaceMask = (uint64_t(1) << 40) - 1;
-  static uint64_t tag_of(uint64_t hash) { return hash & 0xffffff; }
+  static uint8_t tag_of(uint64_t hash) { return uint8_t(hash) ? uint8_t(hash) : 1; }  // 0: a free way
 
   // Bytes in the order they came. Places count on for ever; `size` of them exist.
   struct Ring {
@@ -215,7 +236,6 @@ class RowCache {
       buckets = new (memory) Bucket[n_buckets]();
       ghosts = reinterpret_cast<uint64_t*>(memory + int64_t(n_buckets) * 64);
       std::memset(ghosts, 0, 8 * n_ghosts);
-      origin = memory;
       uint8_t* rings = memory + int64_t(n_buckets) * 64 + (int64_t(n_ghosts) * 8 + 63) / 64 * 64;
       const int64_t left = memory + bytes - rings;
       probation.base = rings;
@@ -224,55 +244,39 @@ class RowCache {
       main.size = (left - probation.size) / 8 * 8;
     }
 
-    const Bucket& home(uint64_t hash) const { return buckets[home_at(hash)]; }
-    Bucket& home(uint64_t hash) { return buckets[home_at(hash)]; }
-    Bucket& other(uint64_t hash) const { return buckets[scaled(uint32_t((hash * 0xd6e8feb86659fd93ull) >> 32))]; }
-    uint64_t home_at(uint64_t hash) const { return scaled(uint32_t(hash >> 24)); }
-    uint64_t scaled(uint32_t h) const { return (uint64_t(h) * n_buckets) >> 32; }
-    Entry* entry_of(uint64_t way) const { return reinterpret_cast<Entry*>(origin + 8 * (way & kPlaceMask)); }
-    uint64_t way_of(uint64_t hash, const Entry* entry) const {
-      return tag_of(hash) << 40 | uint64_t(reinterpret_cast<const uint8_t*>(entry) - origin) / 8;
-    }
+    Bucket& home(uint64_t hash) const { return buckets[home_at(hash, n_buckets)]; }
+    Bucket& other(uint64_t hash) const { return buckets[scaled(uint32_t((hash * 0xd6e8feb86659fd93ull) >> 32), n_buckets)]; }
 
-    // Readers.
-
-    [[gnu::always_inline]] const Entry* first_tagged(uint64_t hash) const {
-      const Bucket& bucket = home(hash);
-      const uint64_t tag = tag_of(hash);
-      for (const auto& each : bucket.ways) {
-        const uint64_t way = each.load(std::memory_order_seq_cst);
-        if (way >> 40 == tag && way) return entry_of(way);
-      }
-      return nullptr;
-    }
-    bool overflows(uint64_t hash) const { return home(hash).overflowed.load(std::memory_order_seq_cst) != 0; }
     const Entry* find(uint64_t hash, uint32_t source, int64_t key) const {
-      const std::atomic<uint64_t>* way = find_way(hash, source, key).first;
-      return way ? entry_of(way->load(std::memory_order_seq_cst)) : nullptr;
+      const Way way = find_way(hash, source, key);
+      return way.bucket ? way.entry : nullptr;
     }
 
-    // The way that names a key's entry, and whether it is in its other bucket. A way may be cleared meanwhile: then
-    // it named an entry that a Pin keeps readable.
-    std::pair<std::atomic<uint64_t>*, bool> find_way(uint64_t hash, uint32_t source, int64_t key) const {
-      const uint64_t tag = tag_of(hash);
-      for (Bucket* bucket : {&buckets[home_at(hash)], &other(hash)}) {
-        for (auto& each : bucket->ways) {
-          const uint64_t way = each.load(std::memory_order_seq_cst);
-          if (way >> 40 != tag || !way) continue;
-          const Entry* entry = entry_of(way);
-          if (entry->key == key && entry->source == source) return {&each, bucket != &buckets[home_at(hash)]};
+    // Where a key's entry is named. Readers may find that it is not any more: then a Pin keeps `entry` readable.
+    struct Way {
+      Bucket* bucket = nullptr;
+      int number = 0;
+      Entry* entry = nullptr;
+    };
+    Way find_way(uint64_t hash, uint32_t source, int64_t key) const {
+      for (Bucket* bucket : {&home(hash), &other(hash)}) {
+        const uint64_t tags = bucket->tags.load(std::memory_order_seq_cst);
+        for (uint64_t equal = Bucket::equal(tags, tag_of(hash)); equal; equal &= equal - 1) {
+          const int number = __builtin_ctzll(equal) >> 3;
+          Entry* entry = bucket->ways[number].load(std::memory_order_seq_cst);
+          if (entry && entry->key == key && entry->source == source) return {bucket, number, entry};
         }
-        if (!overflows(hash)) break;
+        if (bucket == &home(hash) && !Bucket::overflowed(tags)) break;
       }
-      return {nullptr, false};
+      return {};
     }
 
     // Writers; all hold the mutex.
 
     bool insert(uint64_t hash, uint32_t number, int64_t key, const uint8_t* row, int64_t row_bytes, int64_t until, bool hot) {
-      if (const auto [way, moved] = find_way(hash, number, key); way) {
-        if (entry_of(way->load(std::memory_order_relaxed))->kind == Entry::kRow) return true;  // another request was quicker
-        unlink(hash, way, moved);
+      if (const Way way = find_way(hash, number, key); way.bucket) {
+        if (way.entry->kind == Entry::kRow) return true;  // another request was quicker
+        unlink(hash, way);
       }
       const bool two = probation.size > 0;
       Ring& ring = two && row && !hot && !take_ghost(hash) ? probation : two && !row ? probation : main;
@@ -303,7 +307,7 @@ class RowCache {
     }
 
     void drop(uint64_t hash, uint32_t number, int64_t key) {
-      if (const auto [way, moved] = find_way(hash, number, key); way) unlink(hash, way, moved);
+      if (const Way way = find_way(hash, number, key); way.bucket) unlink(hash, way);
     }
 
     void collect(uint32_t number, std::vector<std::pair<uint8_t, int64_t>>& found) const {
@@ -321,14 +325,15 @@ class RowCache {
 
     RowCache& cache;
     std::mutex mutex;
+    Bucket* buckets = nullptr;
+    uint64_t n_buckets = 0;
 
    private:
     static constexpr int kMostSteps = 256;  // of a hand for one insert, so that none takes long
     static constexpr int64_t kGap = 16;     // 1 / 16 of a ring is emptied ahead, for readers to let go of
 
     bool named(const Entry& entry) const {
-      const auto [way, moved] = find_way(hash_of(entry.source, entry.key), entry.source, entry.key);
-      return way && entry_of(way->load(std::memory_order_relaxed)) == &entry;
+      return find_way(hash_of(entry.source, entry.key), entry.source, entry.key).entry == &entry;
     }
 
     // Empties the tail until `bytes` can be written at the head, and the gap behind it is there.
@@ -369,25 +374,25 @@ class RowCache {
         return true;
       }
       const uint64_t hash = hash_of(entry->source, entry->key);
-      const auto [way, moved] = find_way(hash, entry->source, entry->key);
-      if (way && entry_of(way->load(std::memory_order_relaxed)) == entry) {
+      const Way way = find_way(hash, entry->source, entry->key);
+      if (way.entry == entry) {
         if (keeps(ring, *entry)) {
           // A probation row makes room in main first; a main row has the gap that was made ahead of it.
           const int64_t bytes = entry->bytes();
           const int64_t with_filler = bytes + (main.to_end() < bytes ? main.to_end() : 0);
           if (&ring == &probation ? !make_room(main, bytes) : !fits(main, with_filler)) {
-            if (&ring == &main) evict(hash, way, moved, *entry);  // no reader lets go: rather lose a row than stand still
+            if (&ring == &main) evict(hash, way);  // no reader lets go: rather lose a row than stand still
             else return false;
           } else if (named(*entry)) {
             Entry* copy = allocate(main, entry->key, entry->source, entry->words, entry->kind);
             std::memcpy(copy->payload(), entry->payload(), size_t(8 * entry->words));
             const uint8_t asked = entry->asked.load(std::memory_order_relaxed);
             copy->asked.store(&ring == &main && asked ? uint8_t(asked - 1) : 0, std::memory_order_relaxed);
-            way->store(way_of(hash, copy), std::memory_order_seq_cst);
+            way.bucket->ways[way.number].store(copy, std::memory_order_seq_cst);
           }
         } else {
           if (&ring == &probation && entry->kind == Entry::kRow) remember_ghost(hash);
-          evict(hash, way, moved, *entry);
+          evict(hash, way);
         }
       }
       retire(ring, entry->bytes());
@@ -402,43 +407,46 @@ class RowCache {
       return asked > (&ring == &probation ? 1 : 0);
     }
 
-    void evict(uint64_t hash, std::atomic<uint64_t>* way, bool moved, const Entry& entry) {
-      if (entry.kind == Entry::kRow) cache.sources_[entry.source].evictions.fetch_add(1, std::memory_order_relaxed);
-      unlink(hash, way, moved);
+    void evict(uint64_t hash, const Way& way) {
+      if (way.entry->kind == Entry::kRow) cache.sources_[way.entry->source].evictions.fetch_add(1, std::memory_order_relaxed);
+      unlink(hash, way);
     }
 
-    void unlink(uint64_t hash, std::atomic<uint64_t>* way, bool moved) {
-      const Entry* entry = entry_of(way->load(std::memory_order_relaxed));
-      Source& source = cache.sources_[entry->source];
-      source.bytes.fetch_sub(entry->bytes(), std::memory_order_relaxed);
-      if (entry->kind == Entry::kRow) source.rows.fetch_sub(1, std::memory_order_relaxed);
-      way->store(0, std::memory_order_seq_cst);
-      if (moved) home(hash).overflowed.fetch_sub(1, std::memory_order_seq_cst);
+    void unlink(uint64_t hash, const Way& way) {
+      Source& source = cache.sources_[way.entry->source];
+      source.bytes.fetch_sub(way.entry->bytes(), std::memory_order_relaxed);
+      if (way.entry->kind == Entry::kRow) source.rows.fetch_sub(1, std::memory_order_relaxed);
+      way.bucket->set_tag(way.number, 0);
+      way.bucket->ways[way.number].store(nullptr, std::memory_order_seq_cst);
+      if (way.bucket != &home(hash)) home(hash).add_overflowed(-1);
     }
 
     void link(uint64_t hash, Entry* entry) {
       Bucket& first = home(hash);
       Bucket& second = other(hash);
       for (Bucket* bucket : {&first, &second}) {
-        for (auto& way : bucket->ways) {
-          if (way.load(std::memory_order_relaxed)) continue;
-          if (bucket != &first) first.overflowed.fetch_add(1, std::memory_order_seq_cst);  // before the way: readers look there
-          way.store(way_of(hash, entry), std::memory_order_seq_cst);
+        for (int way = 0; way < Bucket::kWays; ++way) {
+          if (bucket->ways[way].load(std::memory_order_relaxed)) continue;
+          name(hash, entry, *bucket, way);
           return;
         }
       }
       // Both full: the least asked for at home goes.
-      std::atomic<uint64_t>* least = &first.ways[0];
-      for (auto& way : first.ways) {
-        if (asked_of(way) < asked_of(*least)) least = &way;
+      int least = 0;
+      for (int way = 1; way < Bucket::kWays; ++way) {
+        if (asked(first, way) < asked(first, least)) least = way;
       }
-      const Entry* old = entry_of(least->load(std::memory_order_relaxed));
-      const uint64_t old_hash = hash_of(old->source, old->key);
-      evict(old_hash, least, &home(old_hash) != &first, *old);
-      least->store(way_of(hash, entry), std::memory_order_seq_cst);
+      Entry* old = first.ways[least].load(std::memory_order_relaxed);
+      evict(hash_of(old->source, old->key), {&first, least, old});
+      name(hash, entry, first, least);
     }
-    uint8_t asked_of(const std::atomic<uint64_t>& way) const {
-      return entry_of(way.load(std::memory_order_relaxed))->asked.load(std::memory_order_relaxed);
+    void name(uint64_t hash, Entry* entry, Bucket& bucket, int way) {
+      if (&bucket != &home(hash)) home(hash).add_overflowed(1);  // first, or readers would not look here
+      bucket.ways[way].store(entry, std::memory_order_seq_cst);
+      bucket.set_tag(way, tag_of(hash));
+    }
+    static uint8_t asked(const Bucket& bucket, int way) {
+      return bucket.ways[way].load(std::memory_order_relaxed)->asked.load(std::memory_order_relaxed);
     }
 
     Entry* allocate(Ring& ring, int64_t key, uint32_t source, uint16_t words, Entry::Kind kind) {
@@ -481,15 +489,21 @@ class RowCache {
       return here;
     }
 
-    Bucket* buckets = nullptr;
     uint64_t* ghosts = nullptr;
-    uint8_t* origin = nullptr;
-    uint64_t n_buckets = 0, n_ghosts = 0, departures = 0;
+    uint64_t n_ghosts = 0, departures = 0;
     Ring probation, main;
     uint32_t crowded = 0;  // a source that must get smaller
   };
 
-  Shard& shard(uint64_t hash) const { return *shards_[shard_bits_ ? hash >> (64 - shard_bits_) : 0]; }
+  // The bits of a hash: shard at the top, then the bucket; the tag at the bottom.
+  size_t shard_of(uint64_t hash) const { return hash >> 1 >> (63 - shard_bits_); }
+  static uint64_t home_at(uint64_t hash, uint64_t n_buckets) { return scaled(uint32_t(hash >> 24), n_buckets); }
+  static uint64_t scaled(uint32_t h, uint64_t n_buckets) { return (uint64_t(h) * n_buckets) >> 32; }
+  Shard& shard(uint64_t hash) const { return *shards_[shard_of(hash)]; }
+  [[gnu::always_inline]] const Bucket& home(uint64_t hash) const {
+    const Buckets& of_shard = buckets_[shard_of(hash)];
+    return of_shard.at[home_at(hash, of_shard.n)];
+  }
 
   const Policy& policy_;
   int64_t budget_;
@@ -500,6 +514,11 @@ class RowCache {
   std::mutex sources_mutex_;
   uint32_t next_source_ = 0;
   std::vector<std::unique_ptr<Shard>> shards_;
+  struct Buckets {
+    const Bucket* at;
+    uint64_t n;
+  };
+  std::vector<Buckets> buckets_;  // of each shard: all that a reader needs of it
 };
 
 }  // namespace embedserve
