@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quant/kernels/*.h quant/kernels/*.cpp server/native/*.h server/native/*.cpp server/cache/*.h)
 
-.PHONY: demo test lint sanitize wheel proto arm64 clean
+.PHONY: demo test loadtest lint sanitize wheel proto arm64 clean
 
 # Trains, imports, publishes, serves and queries MovieLens factors; leaves the catalog in demo-catalog/.
 demo: $(VENV)/.installed
@@ -12,6 +12,15 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest
+
+# Locust without its web UI against a started server; leaves loadtest-report/ with an HTML page and CSVs.
+# make loadtest HOST=127.0.0.1:50051 LOCUST="--table items --rows 9066 -u 20 -r 20 -t 1m --rate 10"
+HOST ?= 127.0.0.1:50051
+LOCUST ?= --table items --rows 1000 -u 10 -r 10 -t 30s
+loadtest: $(VENV)/.tested
+	mkdir -p loadtest-report
+	$(BIN)/locust -f loadtest/locustfile.py --host $(HOST) --headless --only-summary --stop-timeout 10 \
+	  --html loadtest-report/report.html --csv loadtest-report/stats $(LOCUST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

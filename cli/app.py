@@ -13,7 +13,7 @@ import grpc
 import typer
 from typer import BadParameter
 
-from embedserve.cli import bench, catalog, demo, index, query, serve, steer
+from embedserve.cli import bench, catalog, demo, health, index, plan, query, serve, steer, top
 from embedserve.client import ServiceError
 from embedserve.quant.errors import EmbedserveError
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     help="Serve quantised embedding tables over gRPC: Lookup by id, TopK by vector or id.",
 )  # fmt: skip
 UsageError: Any = BadParameter.__mro__[1]  # click's, wherever typer keeps its click
-for module in (demo, catalog, index, serve, query, steer, bench):
+for module in (demo, catalog, index, plan, serve, health, query, steer, top, bench):
     module.register(app)
 
 

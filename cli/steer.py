@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command()(warm)
 
 
-def _admin(server: str, token: str | None, ca: Path | None) -> AdminClient:
+def admin_client(server: str, token: str | None, ca: Path | None) -> AdminClient:
     return AdminClient(server, token=token, tls=TLS(ca.read_bytes()) if ca else None)
 
 
@@ -42,7 +42,7 @@ def reload(
 
     Example: `embedserve reload 127.0.0.1:50052 --table items`
     """
-    with _admin(server, token, tls_ca) as admin:
+    with admin_client(server, token, tls_ca) as admin:
         for taken in admin.reload(table, version):
             before = f", {taken.previous or 'nothing'} before" if taken.changed else ", as before"
             console.print(f"{taken.table}: serves {taken.version}{before}", highlight=False)
@@ -61,7 +61,7 @@ def rollback(
 
     Example: `embedserve rollback 127.0.0.1:50052 items`
     """
-    with _admin(server, token, tls_ca) as admin:
+    with admin_client(server, token, tls_ca) as admin:
         taken = admin.rollback(table, version)
     console.print(f"{taken.table}: serves {taken.version}, {taken.previous} before", highlight=False)
 
@@ -71,7 +71,7 @@ def unload(server: AdminServer, table: TableName, token: Token = None, tls_ca: R
 
     Example: `embedserve unload 127.0.0.1:50052 items`
     """
-    with _admin(server, token, tls_ca) as admin:
+    with admin_client(server, token, tls_ca) as admin:
         admin.unload(table)
     console.print(f"{table}: not served any more", highlight=False)
 
@@ -92,7 +92,7 @@ def upsert(
     """
     matrix = open_matrix(values)
     all_keys = np.concatenate([chunk for _, chunk in key_chunks(open_keys(keys, matrix.shape[0]))])
-    with _admin(server, token, tls_ca) as admin, progress_bar(f"upsert {table}", len(all_keys)) as progress:
+    with admin_client(server, token, tls_ca) as admin, progress_bar(f"upsert {table}", len(all_keys)) as progress:
         for first, rows in matrix.chunks():
             done = first + len(rows)
             answer = admin.upsert(table, all_keys[first:done], to_float32(matrix, rows))
@@ -117,7 +117,7 @@ def warm(
     """
     stored = open_keys(keys)
     done = loaded = 0
-    with _admin(server, token, tls_ca) as admin, progress_bar(f"warm {table}", stored.shape[0]) as progress:
+    with admin_client(server, token, tls_ca) as admin, progress_bar(f"warm {table}", stored.shape[0]) as progress:
         for _, chunk in key_chunks(stored):
             loaded += admin.warm(table, chunk)
             done += len(chunk)

@@ -16,7 +16,7 @@ STOP_TIMEOUT_S = 30
 class ServerProcess:
     """`embedserve serve` in a process of its own, on free ports unless told otherwise; a context manager.
 
-    address, admin_address: "host:port" once entered. cpus: pins the process.
+    address, admin_address, metrics_address: "host:port" once entered. cpus: pins the process.
     """
 
     def __init__(
@@ -28,17 +28,19 @@ class ServerProcess:
         log: Path | None = None,
     ) -> None:
         self._command = [sys.executable, "-m", "embedserve.cli.run", "serve", *(["--root", str(root)] if root else [])]
-        for flag in ("--port", "--admin-port"):
+        for flag in ("--port", "--admin-port", "--metrics-port"):
             if flag not in flags:
                 self._command += [flag, "0"]
         self._command += flags
         self._cpus, self._env, self._log = cpus, env, log
-        self.address = self.admin_address = ""
+        self.address = self.admin_address = self.metrics_address = ""
 
     def __enter__(self) -> ServerProcess:
         self.process, line = start(self._command, self._cpus, self._env, self._log)
         words = line.split()
-        self.address, self.admin_address = words[1], words[3]
+        found = dict(zip(words[::2], words[1::2], strict=True))
+        self.address, self.admin_address = found["listening"], found["admin"]
+        self.metrics_address = found.get("metrics", "")
         return self
 
     @property

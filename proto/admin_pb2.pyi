@@ -157,23 +157,25 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "frontend", "kernels", "methods", "tables", "pool_bytes")
+    __slots__ = ("uptime_s", "frontend", "kernels", "methods", "tables", "in_progress", "pool_bytes")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    IN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     frontend: str
     kernels: str
     methods: _containers.RepeatedCompositeFieldContainer[MethodStats]
     tables: _containers.RepeatedCompositeFieldContainer[TableStats]
+    in_progress: int
     pool_bytes: int
-    def __init__(self, uptime_s: _Optional[float] = ..., frontend: _Optional[str] = ..., kernels: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStats, _Mapping]]] = ..., pool_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, uptime_s: _Optional[float] = ..., frontend: _Optional[str] = ..., kernels: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStats, _Mapping]]] = ..., in_progress: _Optional[int] = ..., pool_bytes: _Optional[int] = ...) -> None: ...
 
 class TableStats(_message.Message):
-    __slots__ = ("table", "version", "taken", "refused", "rolled_back", "last_reload_s", "upserted_rows", "memory_bytes", "tiers", "shadow_compared", "shadow_differing")
+    __slots__ = ("table", "version", "taken", "refused", "rolled_back", "last_reload_s", "upserted_rows", "memory_bytes", "tiers", "shadow_compared", "rows", "as_published", "loading", "shadow_differing")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +186,9 @@ class TableStats(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_COMPARED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    AS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     SHADOW_DIFFERING_FIELD_NUMBER: _ClassVar[int]
     table: str
     version: str
@@ -195,8 +200,11 @@ class TableStats(_message.Message):
     memory_bytes: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
     shadow_compared: int
+    rows: int
+    as_published: bool
+    loading: str
     shadow_differing: int
-    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ..., taken: _Optional[int] = ..., refused: _Optional[int] = ..., rolled_back: _Optional[int] = ..., last_reload_s: _Optional[float] = ..., upserted_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., shadow_compared: _Optional[int] = ..., shadow_differing: _Optional[int] = ...) -> None: ...
+    def __init__(self, table: _Optional[str] = ..., version: _Optional[str] = ..., taken: _Optional[int] = ..., refused: _Optional[int] = ..., rolled_back: _Optional[int] = ..., last_reload_s: _Optional[float] = ..., upserted_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., shadow_compared: _Optional[int] = ..., rows: _Optional[int] = ..., as_published: _Optional[bool] = ..., loading: _Optional[str] = ..., shadow_differing: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "hits", "misses", "unknown", "rows", "bytes", "evictions", "declined", "unavailable", "fetches", "fetch_s", "state", "damaged_pages")
@@ -229,13 +237,42 @@ class TierStats(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., unknown: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., declined: _Optional[int] = ..., unavailable: _Optional[int] = ..., fetches: _Optional[int] = ..., fetch_s: _Optional[float] = ..., state: _Optional[str] = ..., damaged_pages: _Optional[int] = ...) -> None: ...
 
 class MethodStats(_message.Message):
-    __slots__ = ("method", "handled", "failed", "rows")
+    __slots__ = ("method", "handled", "failed", "rows", "codes", "windows")
+    class CodesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     METHOD_FIELD_NUMBER: _ClassVar[int]
     HANDLED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    CODES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     method: str
     handled: int
     failed: int
     rows: int
-    def __init__(self, method: _Optional[str] = ..., handled: _Optional[int] = ..., failed: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
+    codes: _containers.ScalarMap[str, int]
+    windows: _containers.RepeatedCompositeFieldContainer[Window]
+    def __init__(self, method: _Optional[str] = ..., handled: _Optional[int] = ..., failed: _Optional[int] = ..., rows: _Optional[int] = ..., codes: _Optional[_Mapping[str, int]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ...) -> None: ...
+
+class Window(_message.Message):
+    __slots__ = ("seconds", "calls", "qps", "p50_ms", "p90_ms", "p99_ms", "p999_ms")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    QPS_FIELD_NUMBER: _ClassVar[int]
+    P50_MS_FIELD_NUMBER: _ClassVar[int]
+    P90_MS_FIELD_NUMBER: _ClassVar[int]
+    P99_MS_FIELD_NUMBER: _ClassVar[int]
+    P999_MS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    calls: int
+    qps: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    p999_ms: float
+    def __init__(self, seconds: _Optional[float] = ..., calls: _Optional[int] = ..., qps: _Optional[float] = ..., p50_ms: _Optional[float] = ..., p90_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ..., p999_ms: _Optional[float] = ...) -> None: ...

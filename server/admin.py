@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from embedserve.quant.kernels import _native
 from embedserve.server import wire
 from embedserve.server.engine import Engine
 from embedserve.server.reload import Reloader, TableLog, Taken
-from embedserve.server.stats import MethodStats
+from embedserve.server.stats import MethodStats, Window
 from embedserve.server.upkeep import ShadowCounts, Upkeep
 from embedserve.server.upserts import UpsertWriter
 from embedserve.server.versions import ServedVersion
@@ -33,9 +33,10 @@ class Admin:
         upkeep: Upkeep,
         stats: Mapping[str, MethodStats],
         frontend: str,
+        in_progress: Callable[[], int],
     ) -> None:
         self._engine, self._reloader, self._upserts, self._upkeep = engine, reloader, upserts, upkeep
-        self._stats, self._frontend = stats, frontend
+        self._stats, self._frontend, self._in_progress = stats, frontend, in_progress
         self._started = time.monotonic()
 
     def list_tables(self, request: admin_pb2.ListTablesRequest) -> admin_pb2.ListTablesResponse:
@@ -64,7 +65,14 @@ class Admin:
 
     def get_stats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
         methods = [
-            admin_pb2.MethodStats(method=name, handled=s.handled, failed=s.failed, rows=s.rows)
+            admin_pb2.MethodStats(
+                method=name,
+                handled=s.handled,
+                failed=s.failed,
+                rows=s.rows,
+                codes=s.codes,
+                windows=[_window(window) for window in self._upkeep.windows.of(name)],
+            )
             for name, s in self._stats.items()
         ]
         tables = [
@@ -73,7 +81,8 @@ class Admin:
                 rolled_back=history.rolled_back, last_reload_s=history.last_reload_s,
                 upserted_rows=len(table.current.overlay.keys), memory_bytes=sum(v.memory_bytes for v in table.open),
                 tiers=_tiers(table.current), shadow_compared=self._upkeep.shadow.get(name, NONE).compared,
-                shadow_differing=self._upkeep.shadow.get(name, NONE).differing,
+                shadow_differing=self._upkeep.shadow.get(name, NONE).differing, rows=table.current.rows,
+                as_published=history.refusal is None and history.named == table.current.name, loading=history.loading,
             )
             for name, table in self._engine.served.tables.items()
             if (history := self._reloader.tables.get(name, TableLog()))
@@ -86,6 +95,7 @@ class Admin:
             methods=methods,
             tables=tables,
             pool_bytes=self._engine.tiers.pool_bytes,
+            in_progress=self._in_progress(),
         )
 
     def reload(self, request: admin_pb2.ReloadRequest) -> admin_pb2.ReloadResponse:
@@ -125,6 +135,13 @@ class Admin:
 def _reloaded(taken: Taken) -> admin_pb2.TableReload:
     return admin_pb2.TableReload(
         table=taken.table, version=taken.version, previous=taken.previous, changed=taken.changed
+    )
+
+
+def _window(window: Window) -> admin_pb2.Window:
+    p50, p90, p99, p999 = (1e3 * each for each in window.latencies_s)
+    return admin_pb2.Window(
+        seconds=window.seconds, calls=window.calls, qps=window.qps, p50_ms=p50, p90_ms=p90, p99_ms=p99, p999_ms=p999
     )
 
 

@@ -56,6 +56,9 @@ class ServerConfig(BaseSettings):
     port: int = Field(50051, ge=0, le=65535, description="port of EmbeddingService; 0 picks a free one")
     admin_port: int = Field(50052, ge=0, le=65535, description="port of AdminService, same host; 0 picks a free one")
 
+    metrics: bool = Field(True, description="serve Prometheus's /metrics and a status page, to all who reach the port")
+    metrics_port: int = Field(9464, ge=0, le=65535, description="port of both, same host; 0 picks a free one")
+
     huge_pages: bool = Field(False, description="copy rows into anonymous huge pages: fewer TLB misses for big tables, but memory of its own and a slower start")  # fmt: skip
     lock_memory: bool = Field(False, description="mlock rows so that they are never paged out; needs RLIMIT_MEMLOCK")
 

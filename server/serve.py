@@ -16,6 +16,7 @@ from embedserve.server.admin import Admin
 from embedserve.server.config import ServerConfig
 from embedserve.server.engine import Engine
 from embedserve.server.frontend.grpcio import GrpcioFrontend
+from embedserve.server.metrics import MetricsServer
 from embedserve.server.reload import Reloader
 from embedserve.server.service import ERROR, Service
 from embedserve.server.upkeep import Upkeep
@@ -39,8 +40,10 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     reloader = Reloader(engine, lambda table, version: _ask(service, engine, table, version), frontend.table_health)
     upserts = UpsertWriter(engine)
     watcher = Watcher(engine, reloader, upserts)
-    upkeep = Upkeep(engine, frontend.rows_available)
-    frontend.add_admin(Admin(engine, reloader, upserts, upkeep, frontend.stats, frontend.name))
+    upkeep = Upkeep(engine, frontend.stats, frontend.rows_available)
+    admin = Admin(engine, reloader, upserts, upkeep, frontend.stats, frontend.name, frontend.in_progress)
+    frontend.add_admin(admin)
+    metrics = MetricsServer(config.host, config.metrics_port, admin, frontend.stats) if config.metrics else None
     _warn_if_open(config)
     # What is loaded by now lives as long as the process: the collector need not look at it during requests.
     gc.collect()
@@ -56,9 +59,12 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     upkeep.start()
     frontend.start()
     frontend.serve_health()
+    if metrics:
+        metrics.start()
     if config.watch:
         watcher.start()
-    ready(f"listening {config.host}:{frontend.port} admin {config.host}:{frontend.admin_port}")
+    ports = {"listening": frontend.port, "admin": frontend.admin_port, **({"metrics": metrics.port} if metrics else {})}
+    ready(" ".join(f"{name} {config.host}:{port}" for name, port in ports.items()))
     stop.get()
     log.info("draining", extra={"drain_s": config.drain_s})
     if config.watch:
@@ -67,6 +73,8 @@ def serve(config: ServerConfig, ready: Callable[[str], None]) -> None:
     upkeep.stop()
     upserts.stop()
     reloader.stop()
+    if metrics:
+        metrics.stop()
     log.info("stopped")
 
 

@@ -1,14 +1,16 @@
-"""What a server does for its tiers off the requests' path: looks after the pool, and tells health of a tier that is gone."""
+"""What a server does every second, off the requests' path: notes what was counted, looks after the pool, and tells health
+of a tier that is gone."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from embedserve.server.engine import Engine
+from embedserve.server.stats import MethodStats, Windows
 from embedserve.server.versions import ServedVersion
 from embedserve.server.warming import save_hot_keys
 
@@ -26,13 +28,16 @@ class ShadowCounts:
 class Upkeep:
     """One thread; `start`, then `stop` once, which writes the hot keys down a last time."""
 
-    def __init__(self, engine: Engine, available: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, engine: Engine, stats: Mapping[str, MethodStats], available: Callable[[str, bool], None]
+    ) -> None:
         """available(table, yes) hears, if `health_needs_redis` is set, when a table's rows can be had no more, or again."""
         self._engine, self._available = engine, available
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="upkeep", daemon=True)
         self._told: dict[str, bool] = {}
         self.shadow: dict[str, ShadowCounts] = {}
+        self.windows = Windows(stats)
 
     def start(self) -> None:
         self._thread.start()
@@ -46,6 +51,7 @@ class Upkeep:
         saved = time.monotonic()
         while not self._stop.wait(EVERY_S):
             try:
+                self.windows.note()
                 for version in self._cached():
                     self._compare(version)
                     self._tell(version)

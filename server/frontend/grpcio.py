@@ -7,6 +7,7 @@ deadline), count it and turn errors into statuses; the service sees bytes only.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from embedserve.server.admin import Admin
 from embedserve.server.auth import TokenAuth
 from embedserve.server.config import ServerConfig
 from embedserve.server.frontend.status import to_status
-from embedserve.server.frontend.workers import Workers
+from embedserve.server.frontend.workers import Workers, submitted
 from embedserve.server.service import Service
 from embedserve.server.stats import MethodStats
 
@@ -58,6 +59,10 @@ class _Room:
     def __exit__(self, *error: object) -> None:
         self._places.append(None)
 
+    @property
+    def taken(self) -> int:
+        return self._limit - len(self._places)
+
 
 class GrpcioFrontend:
     """Serves one Service on `port` and one Admin on `admin_port`; `start`, then `drain` once."""
@@ -73,7 +78,8 @@ class GrpcioFrontend:
         self._auth = TokenAuth(config.auth_tokens) if config.auth_tokens else None
         self._admin_auth = TokenAuth(config.admin_tokens) if config.admin_tokens else None
         self.health = health.HealthServicer()
-        self.stats = {name: MethodStats() for name in ("Lookup", "LookupStream", "LookupBatch", "TopK")}
+        self.stats = {name: MethodStats() for name in ("Lookup", "LookupBatch", "TopK")}
+        self.stats["LookupStream"] = MethodStats("bidi_stream")
         calls: dict[str, Call] = {"Lookup": service.lookup, "LookupBatch": service.lookup_batch, "TopK": service.topk}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(self._unary(call, self.stats[name]))
@@ -110,6 +116,10 @@ class GrpcioFrontend:
         self._server.start()
         if self._admin_server:
             self._admin_server.start()
+
+    def in_progress(self) -> int:
+        """Calls and streams admitted and not yet answered."""
+        return self._requests.taken + self._streams.taken
 
     def serve_health(self) -> None:
         """Turns EmbeddingService and the whole server to SERVING."""
@@ -171,10 +181,10 @@ class GrpcioFrontend:
                     self._admit(context, self._auth)
                     answer, rows = call(request)
             except Exception as error:  # noqa: BLE001 (the boundary: every error becomes a status)
-                stats.failed_once()
+                stats.ended(submitted(), 0, _code(error))
                 failure = error
             else:
-                stats.succeeded(rows)
+                stats.ended(submitted(), rows)
                 return answer
             try:
                 _abort(context, failure)
@@ -188,19 +198,21 @@ class GrpcioFrontend:
         self, call: Call, stats: MethodStats
     ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
         def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            begun = time.perf_counter()
             try:
                 with self._streams:
                     self._admit(context, self._auth)
                     for request in requests:
+                        begun = time.perf_counter()
                         self._admit(context, None)
                         answer, rows = call(request)
-                        stats.succeeded(rows)
+                        stats.ended(begun, rows)
                         yield answer
                     return
             except grpc.RpcError:
                 return  # the caller went away: nobody is left to tell
             except Exception as error:  # noqa: BLE001 (the boundary: every error becomes a status)
-                stats.failed_once()
+                stats.ended(begun, 0, _code(error))
                 failure = error
             try:
                 _abort(context, failure)
@@ -225,6 +237,10 @@ class GrpcioFrontend:
             raise AssertionError("abort raises")
 
         return handle
+
+
+def _code(error: Exception) -> str:
+    return error.code if isinstance(error, EmbedserveError) else "INTERNAL"
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> None:

@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from queue import SimpleQueue
 from typing import Any
 
 log = logging.getLogger(__name__)
+_current = threading.local()
+
+
+def submitted() -> float:
+    """When the task that this thread runs was handed over, by time.perf_counter()."""
+    at: float = _current.submitted
+    return at
 
 
 class Task:
     """A submitted call. Its callbacks run once, after it ends, on whichever thread comes second."""
 
-    __slots__ = ("_args", "_callbacks", "_ended", "_function", "_lock")
+    __slots__ = ("_args", "_callbacks", "_ended", "_function", "_lock", "submitted")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._function, self._args = function, args
+        self.submitted = time.perf_counter()
         self._callbacks: list[Callable[[Task], object]] = []
         self._ended = False
         self._lock = threading.Lock()
@@ -82,6 +91,7 @@ class Workers(Executor):
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
+            _current.submitted = task.submitted
             task.run()
             with self._lock:
                 self._unfinished -= 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from conftest import publish_table
 
 from embedserve.loadtest.servers import ServerProcess, finish, start
 from embedserve.proto import embedding_pb2
@@ -69,6 +70,32 @@ def test_200_000_requests_leave_latency_and_memory_as_they_were(catalog_root):
         grown = resident_kb(server.pid) - memory
     assert grown < 8 << 10, f"{grown} KB"
     assert second < 1.5 * first, (first, second)
+
+
+def test_random_keys_leave_memory_within_the_pool(tmp_path):
+    """Ten times more rows pass through the pool than it holds: what it takes is taken at the start."""
+    budget, rows, requests = 32 << 20, 600_000, 1_200
+    publish_table(tmp_path / "root", "items", np.random.default_rng(0).standard_normal((rows, 64), np.float32))
+    rng = np.random.default_rng(1)
+    with (
+        ServerProcess(tmp_path / "root", "--memory-pool-size", str(budget)) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stream = channel.stream_stream("/embedserve.v1.EmbeddingService/LookupStream")
+
+        def ask(n):
+            for _ in range(n):
+                ids = rng.integers(0, rows, 4096)
+                yield embedding_pb2.LookupRequest(table="items", ids=ids, output=3).SerializeToString()
+
+        def memory_after(n):
+            assert sum(1 for _ in stream(ask(n))) == n
+            return resident_kb(server.pid) << 10
+
+        started = memory_after(requests // 20)
+        half = memory_after(requests // 2)
+        end = memory_after(requests // 2)
+    assert end - started < budget // 20 and end - half < budget // 40, (started, half, end)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ FIXED = {F.TYPE_SFIXED64, F.TYPE_FIXED32, F.TYPE_FLOAT}
 
 def test_every_field_has_its_twin():
     public, twin = dict(embedding_pb2.DESCRIPTOR.message_types_by_name), wire_pb2.DESCRIPTOR.message_types_by_name
-    public["UpsertRequest"] = admin_pb2.DESCRIPTOR.message_types_by_name["UpsertRequest"]
+    for name in ("UpsertRequest", "WarmRequest"):
+        public[name] = admin_pb2.DESCRIPTOR.message_types_by_name[name]
     assert set(public) == set(twin)
     for name, message in public.items():
         fields = {f.name: f for f in twin[name].fields}

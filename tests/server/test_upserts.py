@@ -280,7 +280,21 @@ def test_a_full_disk_refuses_them_and_takes_them_when_there_is_room(root):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)); "
         "sys.argv[:1] = []; import runpy; runpy.run_module('embedserve.cli.run', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", code, "serve", "serve", "--root", str(root), "--port", "0", "--admin-port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve",
+        "serve",
+        "--root",
+        str(root),
+        "--port",
+        "0",
+        "--admin-port",
+        "0",
+        "--metrics-port",
+        "0",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
