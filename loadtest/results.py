@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +36,51 @@ class Figure:
         fields = asdict(self)
         fields.pop("lower_is_better")
         return {**fields, "ratio": self.ratio}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines [(x, y)] by name, for a report. ticks: what to write at places of the x axis; none: its ends."""
+
+    title: str
+    x: str
+    y: str
+    lines: dict[str, list[tuple[float, float]]]
+    log_x: bool = False
+    ticks: dict[float, str] = field(default_factory=dict)
+
+
+Result = Figure | Chart
+
+
+def machine() -> dict[str, str]:
+    """What a figure depends on besides the code."""
+    model = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.machine(),
+    )
+    packages = {name: _version(name) for name in ("embedserve", "grpcio", "numpy", "faiss-cpu", "redis")}
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": f"{model}, {len(os.sched_getaffinity(0))} cores to this process, kernels {_native.kernels()}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.0f} GB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items() if version),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def print_figures(name: str, figures: list[Figure]) -> None:

@@ -11,7 +11,7 @@ from embedserve.server.config import ServerConfig
 
 # Measured: a page's key, its entry in Redis's dictionary, and what allocation rounds up.
 REDIS_BYTES_A_PAGE = 150
-PROCESS_BYTES = 110 << 20  # Python, its libraries, threads and buffers, FAISS not counted
+PROCESS_BYTES = 80 << 20  # Python, its libraries, threads and buffers; FAISS, where an index needs it, not counted
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import publish_table
 
+from embedserve.loadtest.redis_server import RedisServer
 from embedserve.loadtest.servers import ServerProcess
 
 
@@ -32,7 +35,7 @@ def run(*words, code=0, cwd=None, env=None):
 
 COMMANDS = (
     "demo", "import", "publish", "delta", "fold", "tables", "describe", "verify", "serve", "lookup", "topk",
-    "reload", "rollback", "unload", "upsert", "bench",
+    "reload", "rollback", "unload", "upsert", "warm", "top", "plan", "health", "bench",
 )  # fmt: skip
 
 
@@ -157,6 +160,44 @@ def test_an_index_is_built_and_served(tmp_path):
     assert "no table 'u'" in run("index", "build", "u", "--root", root, code=1).stderr
 
 
+def test_redis_takes_what_is_published_and_gives_it_to_servers(tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((300, 8)))
+    root, keys = tmp_path / "root", tmp_path / "keys.npy"
+    np.save(keys, np.arange(50))
+    with RedisServer() as redis:
+        for version in range(3):
+            run("import", tmp_path / "x.npy", "--root", root, "--table", "t", "--publish")
+            done = run("publish", "--root", root, "--table", "t", "--to", redis.url, "--expire", "--keep", 1).stdout
+            assert "current in Redis is" in done and ("removed" in done) == (version > 0)
+        with ServerProcess(None, "--redis", redis.url) as server:
+            assert "50 of 50 keys loaded" in run("warm", server.admin_address, "t", keys).stdout
+            assert len(json.loads(run("lookup", server.address, "t", 1, 299, 300, "--json").stdout)["missing"]) == 1
+            looked = run("top", server.admin_address, "--once").stdout
+            assert all(word in looked for word in ("Lookup", "as published", "redis", "closed"))
+            assert run("health", server.address).stdout == "SERVING\n"
+            assert run("health", server.address, "--table", "t:current").stdout == "SERVING\n"
+            run("health", server.address, "--table", "u", code=1)
+        assert "UNAVAILABLE" in run("health", server.address, code=3).stdout
+    assert "Redis at" in run("publish", "--root", root, "--table", "t", "--to", redis.url, code=1).stderr
+
+
+def test_a_plan_says_what_a_server_will_take(tmp_path):
+    """Within 5 % of what one then has in memory, pages of the files included."""
+    root = tmp_path / "root"
+    publish_table(root, "large", np.random.default_rng(0).standard_normal((1_500_000, 64), np.float32))
+    publish_table(root, "small", np.ones((1000, 8), np.float32), np.arange(1000) * 3)
+    pool = ("--memory-pool-size", str(80 << 20))
+    for flags in ((), pool):
+        planned = json.loads(run("plan", "--root", root, *flags, "--json").stdout)
+        assert planned["fits"] and [t["table"] for t in planned["tables"]] == ["large", "small"]
+        with ServerProcess(root, *flags) as server:
+            status = Path(f"/proc/{server.pid}/status").read_text()
+            resident = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) << 10
+        assert abs(planned["steady"] / resident - 1) < 0.05, (planned, resident)
+    assert "does not fit" in run("plan", "--root", root, "--memory-budget", 150_000_000, code=1).stdout
+    assert "1,500,000" in run("plan", "--root", root).stdout
+
+
 @pytest.mark.parametrize("words,code,message", [
     (("tables", "--root", "/nonexistent"), 0, ""),
     (("describe", "--root", "/nonexistent", "--table", "t"), 1, "no table 't'"),
@@ -185,7 +226,7 @@ def test_demo_runs_and_leaves_its_catalog(tmp_path):
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {"users", "items"}
 
 
-@pytest.mark.parametrize("name", ["kernels", "import", "lookup", "reload", "topk"])
+@pytest.mark.parametrize("name", ["kernels", "import", "lookup", "reload", "topk", "tiers", "load"])
 def test_benchmarks_run_and_write_their_rows(tmp_path, name):
     run("bench", name, "--quick", "--json", tmp_path / "f.json", env={"PATH": "/usr/bin:/bin"})
     rows = json.loads((tmp_path / "f.json").read_text())

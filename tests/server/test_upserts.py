@@ -298,7 +298,7 @@ def test_a_full_disk_refuses_them_and_takes_them_when_there_is_room(root):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        _, address, _, admin_address = process.stdout.readline().split()
+        _, address, _, admin_address, *_ = process.stdout.readline().split()
         with Client(address) as client, AdminClient(admin_address) as admin:
             admin.upsert("keyed", [55], rows_like(20))
             with pytest.raises(ServiceError, match="cannot write") as caught:
