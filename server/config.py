@@ -58,6 +58,7 @@ class ServerConfig(BaseSettings):
 
     metrics: bool = Field(True, description="serve Prometheus's /metrics and a status page, to all who reach the port")
     metrics_port: int = Field(9464, ge=0, le=65535, description="port of both, same host; 0 picks a free one")
+    traces: str = Field("", description="URL of an OpenTelemetry collector (OTLP over gRPC, as http://127.0.0.1:4317) that gets a span for each request; OTEL_TRACES_SAMPLER says for which")  # fmt: skip
 
     huge_pages: bool = Field(False, description="copy rows into anonymous huge pages: fewer TLB misses for big tables, but memory of its own and a slower start")  # fmt: skip
     lock_memory: bool = Field(False, description="mlock rows so that they are never paged out; needs RLIMIT_MEMLOCK")

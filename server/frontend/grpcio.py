@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import Message
@@ -29,6 +29,9 @@ from embedserve.server.frontend.status import to_status
 from embedserve.server.frontend.workers import Workers, submitted
 from embedserve.server.service import Service
 from embedserve.server.stats import MethodStats
+
+if TYPE_CHECKING:
+    from embedserve.server.traces import Tracer
 
 log = logging.getLogger(__name__)
 EMBEDDING = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
@@ -81,11 +84,13 @@ class GrpcioFrontend:
         self.stats = {name: MethodStats() for name in ("Lookup", "LookupBatch", "TopK")}
         self.stats["LookupStream"] = MethodStats("bidi_stream")
         calls: dict[str, Call] = {"Lookup": service.lookup, "LookupBatch": service.lookup_batch, "TopK": service.topk}
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(self._unary(call, self.stats[name]))
-            for name, call in calls.items()
-        }
+        unary = {name: self._unary(call, self.stats[name]) for name, call in calls.items()}
         stream = self._stream(service.lookup, self.stats["LookupStream"])
+        self._tracer = _tracer(config)
+        if self._tracer:
+            unary = {name: self._tracer.unary(name, handle) for name, handle in unary.items()}
+            stream = self._tracer.stream("LookupStream", stream)
+        handlers = {name: grpc.unary_unary_rpc_method_handler(handle) for name, handle in unary.items()}
         handlers["LookupStream"] = grpc.stream_stream_rpc_method_handler(stream)
         threads = config.max_concurrent_requests + config.max_concurrent_streams + SPARE_THREADS
         self._server = self._new_server(EMBEDDING, handlers, threads)
@@ -147,6 +152,8 @@ class GrpcioFrontend:
             event.wait()
         for workers in self._workers:
             workers.shutdown()
+        if self._tracer:
+            self._tracer.stop()
 
     def _new_server(self, service: str, handlers: dict[str, grpc.RpcMethodHandler], threads: int) -> grpc.Server:
         workers = Workers(threads, service.rpartition(".")[2])
@@ -237,6 +244,14 @@ class GrpcioFrontend:
             raise AssertionError("abort raises")
 
         return handle
+
+
+def _tracer(config: ServerConfig) -> Tracer | None:
+    if not config.traces:
+        return None
+    from embedserve.server.traces import Tracer  # and with it OpenTelemetry
+
+    return Tracer(config.traces, EMBEDDING)
 
 
 def _code(error: Exception) -> str:
