@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quant/kernels/*.h quant/kernels/*.cpp server/native/*.h server/native/*.cpp server/cache/*.h)
 
-.PHONY: demo test loadtest lint sanitize wheel proto arm64 clean
+.PHONY: demo test loadtest bench lint sanitize wheel proto arm64 clean
 
 # Trains, imports, publishes, serves and queries MovieLens factors; leaves the catalog in demo-catalog/.
 demo: $(VENV)/.installed
@@ -21,6 +21,12 @@ loadtest: $(VENV)/.tested
 	mkdir -p loadtest-report
 	$(BIN)/locust -f loadtest/locustfile.py --host $(HOST) --headless --only-summary --stop-timeout 10 \
 	  --html loadtest-report/report.html --csv loadtest-report/stats $(LOCUST)
+
+# Every benchmark beside its peers, some of which must be installed (h2load of nghttp2, hnswlib, libcachesim, torch);
+# takes most of an hour. Leaves bench-report/report.html, and the figures as docs/performance.md.
+bench: $(VENV)/.tested
+	$(BIN)/embedserve bench all --report bench-report --json bench-report/figures.json
+	cp bench-report/report.md docs/performance.md
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -48,11 +48,12 @@ def bench(
         run: Callable[..., list[Result]] = importlib.import_module(f"embedserve.loadtest.bench_{each}").run
         found[each] = run(quick, lambda line: console.print(line, style="dim", highlight=False), **options)
         print_figures(each, _figures(found[each]))
-    if json_file:
-        figures = [figure.as_dict() for results in found.values() for figure in _figures(results)]
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    if report_directory:
-        console.print(f"report: {report.write(report_directory, found)}", highlight=False)
+        if json_file:  # after each: all of them take long
+            figures = [figure.as_dict() for results in found.values() for figure in _figures(results)]
+            json_file.write_text(json.dumps(figures, indent=1) + "\n")
+        if report_directory:
+            page = report.write(report_directory, f"embedserve bench {name}", found)
+            console.print(f"report: {page}", highlight=False)
 
 
 def _figures(results: Sequence[Result]) -> list[Figure]:

@@ -12,6 +12,8 @@ from embedserve.cli.catalog import Root
 from embedserve.cli.output import Json, console, print_json, progress_bar
 from embedserve.cli.query import read_vectors
 from embedserve.index.build import BuildOptions, Outcome, build_index
+from embedserve.loadtest import report
+from embedserve.loadtest.results import Chart, Figure
 from embedserve.quant import Artifact, Catalog, Output
 from embedserve.quant.errors import ConfigError
 
@@ -46,6 +48,10 @@ def build(
     ] = None,
     query_table: Annotated[str, typer.Option(help="Rows of this table's published version are the queries.")] = "",
     publish: Annotated[bool, typer.Option("--publish", help="Make the version with the index current.")] = False,
+    report_directory: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Also write a page there, report.html: what each kind reached."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Build the index that answers TopK quickest at a recall, in a new version of the same rows.
@@ -73,6 +79,8 @@ def build(
     except ImportError:
         raise ConfigError("FAISS is not installed; pip install 'embedserve[cpu]'") from None
     made = outcome.manifest
+    if report_directory:
+        _picture(report_directory, outcome, table, options)
     if publish:
         catalog.publish(table, made.version if made else version)
     if json:
@@ -99,6 +107,35 @@ def _report(outcome: Outcome, table: str, published: bool, root: Path) -> None:
     console.print(
         "published" if published else f"not published; next: embedserve publish --root {root} --table {table}"
     )
+
+
+def _picture(directory: Path, outcome: Outcome, table: str, options: BuildOptions) -> None:
+    """Recall and queries a second of every search tried that no other of its kind beats in both, and the exact search."""
+    exact = 1e6 / outcome.exact_us_a_query if outcome.exact_us_a_query else 0.0
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for trial in outcome.trials:
+        line: list[tuple[float, float]] = []
+        for recall, us in sorted(trial.looks, reverse=True):
+            if not line or 1e6 / us > line[-1][1]:
+                line.append((recall, 1e6 / us))
+        lines[trial.family.spec] = line[::-1]
+    name = f"recall@{options.k}"
+    chart = Chart(f"Queries a second at {name}", name, "one thread", lines)
+    figures = [
+        Figure(
+            f"{trial.family.spec}: {name} {trial.recall:.4f}",
+            1e6 / trial.us_a_query,
+            "queries/s",
+            "exact search",
+            exact,
+        )
+        for trial in outcome.trials
+        if trial.us_a_query
+    ]
+    page = report.write(
+        directory, f"embedserve index build {table}", {f"at least {options.recall:g} wanted": [chart, *figures]}
+    )
+    console.print(f"report: {page}", highlight=False)
 
 
 def _say(line: str) -> None:

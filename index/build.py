@@ -47,13 +47,14 @@ class BuildOptions:
 
 @dataclass
 class Trial:
-    """What a kind of index was found to do on the sample."""
+    """What a kind of index was found to do on the sample; looks: (recall, us a query) of every search of it tried."""
 
     family: Family
     params: Params
     recall: float
     us_a_query: float
     bytes_a_row: float
+    looks: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -224,11 +225,13 @@ def _tuned(
     best: Trial | None = None
     nearest = Trial(family, Params(oversample=1), -1.0, 0.0, 0.0)
     done: set[int] = set()
+    looks: list[tuple[float, float]] = []
     for params in family.searches():
         if params.oversample in done:
             continue  # probing further only takes longer
         recall, us = truth.of(index, params)
-        trial = Trial(family, params, recall, us, 0.0)
+        looks.append((recall, us))
+        trial = Trial(family, params, recall, us, 0.0, looks)
         if recall >= options.recall:
             done.add(params.oversample)
             if best is None or us < best.us_a_query:

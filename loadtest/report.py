@@ -19,7 +19,7 @@ STYLE = """
 main{max-width:72rem;margin:auto}h1{font-size:1.3rem;margin:0 0 .5rem}h2{font-size:1.1rem;margin:2rem 0 .6rem}
 dl{display:grid;grid-template-columns:auto 1fr;gap:.1rem .9rem;margin:0;color:var(--soft);font-size:.88rem}dd{margin:0;overflow-wrap:anywhere}
 .card{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.7rem .9rem;margin:.7rem 0;overflow-x:auto}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:.7rem}.charts .card{margin:0}figcaption{font-weight:500}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:.7rem}.charts .card{margin:0;max-width:48rem}figcaption{font-weight:500}
 svg{display:block;width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-serif}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}th{color:var(--soft);font-weight:500}
 th,td{padding:.35rem .7rem;text-align:right;border-top:1px solid var(--line);white-space:nowrap}tr:first-child th{border:0}
@@ -32,19 +32,31 @@ tr:nth-child(2){border:0}td{border:0;padding:0;min-width:0}td:first-child{flex:0
 """
 
 
-def write(directory: Path, results: Mapping[str, Sequence[Result]]) -> Path:
-    """Writes DIRECTORY/report.html, a section for each benchmark by name. Returns its path."""
+def write(directory: Path, title: str, results: Mapping[str, Sequence[Result]]) -> Path:
+    """Writes DIRECTORY/report.html, a section for each benchmark by name, and its figures as report.md. Returns the first's path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "report.html"
+    path.write_text(_page(title, results), encoding="utf-8")
+    (directory / "report.md").write_text(_markdown(title, results), encoding="utf-8")
+    return path
+
+
+def _page(title: str, results: Mapping[str, Sequence[Result]]) -> str:
     facts = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in machine().items())
     sections = "".join(_section(name, found) for name, found in results.items())
-    title = "embedserve bench " + ", ".join(results)
-    page = (
+    return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{STYLE}</style><main><h1>{html.escape(title)}</h1><dl>{facts}</dl>{sections}</main></html>\n"
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+
+
+def _markdown(title: str, results: Mapping[str, Sequence[Result]]) -> str:
+    lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in machine().items())]
+    for name, found in results.items():
+        lines += ["", f"## {name}", ""]
+        lines += ["| | ours | unit | beside | | ratio |", "|---|---|---|---|---|---|"]
+        lines += [f"| {' | '.join(_cells(each))} |" for each in found if isinstance(each, Figure)]
+    return "\n".join(lines) + "\n"
 
 
 def _section(name: str, results: Sequence[Result]) -> str:
@@ -59,6 +71,11 @@ def _row(figure: Figure) -> str:
     ratio = figure.ratio
     # A bar of logarithms: half way at 1, full at 10 times, empty at a tenth.
     share = 50 * (1 + max(-1.0, min(1.0, math.log10(ratio)))) if ratio > 0 else 0.0
-    cells = (figure.name, f"{figure.ours:,.2f}", figure.unit, figure.peer, f"{figure.peer_value:,.2f}", f"{ratio:.2f}")
+    cells = _cells(figure)
     bar = f'<span class="bar"><i style="width:{share:.0f}%"></i><b></b></span>'
     return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + f"<td>{bar}</td></tr>"
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    ours, peer = f"{figure.ours:,.2f}", f"{figure.peer_value:,.2f}"
+    return figure.name, ours, figure.unit, figure.peer, peer, f"{figure.ratio:.2f}"

@@ -149,8 +149,9 @@ def test_an_index_is_built_and_served(tmp_path):
         "--queries",
         tmp_path / "q.npy",
     )
-    built = run(*words, "--publish").stdout
+    built = run(*words, "--publish", "--report", tmp_path / "report").stdout
     assert "PQ8x4fs, recall@10" in built and "on q.npy" in built and "published" in built
+    assert "<polyline" in (tmp_path / "report" / "report.html").read_text()
     with ServerProcess(root) as server:
         found = json.loads(run("topk", server.address, "t", "--id", 3, "--json").stdout)
         true = json.loads(run("topk", server.address, "t", "--id", 3, "--json", "--exact").stdout)
@@ -228,7 +229,10 @@ def test_demo_runs_and_leaves_its_catalog(tmp_path):
 
 @pytest.mark.parametrize("name", ["kernels", "import", "lookup", "reload", "topk", "tiers", "load"])
 def test_benchmarks_run_and_write_their_rows(tmp_path, name):
-    run("bench", name, "--quick", "--json", tmp_path / "f.json", env={"PATH": "/usr/bin:/bin"})
+    run("bench", name, "--quick", "--json", tmp_path / "f.json", "--report", tmp_path, env={"PATH": "/usr/bin:/bin"})
+    page, figures = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    assert f"embedserve bench {name}" in page and ("<polyline" in page) == (name == "load")
     rows = json.loads((tmp_path / "f.json").read_text())
     assert rows and all(set(row) == {"name", "ours", "unit", "peer", "peer_value", "ratio"} for row in rows)
     assert all(row["ours"] > 0 and row["peer_value"] > 0 for row in rows)
+    assert figures.count(f"## {name}\n") == 1 and all(f"| {row['name']} |" in figures for row in rows)
